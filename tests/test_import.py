@@ -36,7 +36,7 @@ found = str(caught[0].message)
 PROGRAMS = {"models": MODELS, "types are elsewhere": TYPES_ELSEWHERE}
 
 
-def test_models_are_imported_when_a_type_of_theirs_is_named_and_without_what_training_needs(found):
+def test_models_are_imported_on_demand(found):
     of_models = found["models"]
     assert of_models["before and after"] == [True, False, True, True]
     assert not {"peft", "midus_hf.config.yaml_options", "midus_hf.data.corpus"} & {*of_models["imported"]}
@@ -45,7 +45,7 @@ def test_models_are_imported_when_a_type_of_theirs_is_named_and_without_what_tra
 
 # Imports, in the first place of a process.
 ORDERS = {
-    "behind the Auto classes": "from transformers import AutoModelForCausalLM; import midus_hf",
+    "after the Auto classes": "from transformers import AutoModelForCausalLM; import midus_hf",
     "before a module that needs the Auto classes": "import midus_hf, transformers.generation.utils",
     "again": "import importlib, midus_hf; importlib.reload(midus_hf)",
     "Auto classes in a thread": "import midus_hf, threading; "
@@ -67,7 +67,7 @@ started.wait(60)
 import midus_hf
 thread.join()
 """,
-    "behind a hook of another package": """
+    "after a hook of another package": """
 import sys
 
 class Hook:
@@ -80,14 +80,10 @@ sys.meta_path.insert(0, Hook())
 import midus_hf, transformers.generation.utils
 assert {"transformers", "transformers.generation.utils"} <= {*Hook.seen}
 """,
-    "behind an import that failed": "import midus_hf\ntry: import midus_hf.nothing\nexcept ImportError: pass",
+    "after an import that failed": "import midus_hf\ntry: import midus_hf.nothing\nexcept ImportError: pass",
 }
 # Each takes seconds. The others run with the product.
-USUAL_ORDERS = (
-    "behind the Auto classes",
-    "while a thread loads the Auto classes",
-    "behind a hook of another package",
-)
+USUAL_ORDERS = ("after the Auto classes", "while a thread loads the Auto classes", "after a hook of another package")
 
 # What an order of imports leads to: where the Auto classes find a config and its model, and finders of the package that stay.
 REGISTERED = """
@@ -132,7 +128,7 @@ def found(request) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("order", by_default(USUAL_ORDERS, ORDERS))
-def test_the_auto_classes_know_every_family_whatever_was_imported_first(found, order):
+def test_auto_classes_know_every_family_in_any_import_order(found, order):
     family = "midus_hf.models.families.qwen3"
     assert found[order] == [family, family, []]
 
@@ -143,12 +139,12 @@ def test_options_and_files_are_read_without_torch():
     assert done.stdout == "set()\n"
 
 
-def test_a_version_of_transformers_that_keeps_types_elsewhere_is_named(found):
+def test_unknown_transformers_layout_is_named(found):
     message = "AutoModel knows no type with memory; import midus_hf.models for the families"
     assert message in found["types are elsewhere"]
 
 
-def test_modules_keep_the_loaders_that_python_gave_them():
+def test_modules_keep_their_loaders():
     from importlib.machinery import SourceFileLoader
 
     import transformers.generation.utils as example
@@ -156,6 +152,6 @@ def test_modules_keep_the_loaders_that_python_gave_them():
     assert isinstance(example.__loader__, SourceFileLoader) and isinstance(example.__spec__.loader, SourceFileLoader)
 
 
-def test_what_the_package_does_not_have_is_said():
+def test_unknown_attribute_is_named():
     with pytest.raises(AttributeError, match="module 'midus_hf' has no attribute 'memory'"):
         midus_hf.memory  # type: ignore[attr-defined]  # noqa: B018

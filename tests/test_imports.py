@@ -62,24 +62,19 @@ def repository(tmp_path, monkeypatch):
         ("README.md", set()),
     ],
 )
-def test_a_test_is_chosen_by_what_it_reaches_and_one_that_looks_through_the_repository_always(
-    changed, tests, repository
-):
+def test_tests_are_chosen_by_what_they_reach(changed, tests, repository):
     chosen = {str(file.relative_to(repository)) for file in chosen_by([repository / changed])}
     rooms = {"test_import_layers"} if changed.startswith("midus_hf") else set()
     assert chosen == {f"tests/{name}.py" for name in tests | rooms | {"test_docs"}}
 
 
-def test_nothing_depends_on_no_change():
+@pytest.mark.parametrize("changed", ["Makefile", "tests/helper.py", "midus_hf/gone.py"])
+def test_shared_and_removed_files_choose_every_test(changed, repository):
+    assert {str(file.relative_to(repository)) for file in chosen_by([repository / changed])} == EVERY
     assert chosen_by([]) == []
 
 
-@pytest.mark.parametrize("changed", ["Makefile", "tests/helper.py", "midus_hf/gone.py"])
-def test_every_test_depends_on_what_all_share_and_on_what_is_gone(changed, repository):
-    assert {str(file.relative_to(repository)) for file in chosen_by([repository / changed])} == EVERY
-
-
-def test_changes_are_those_since_a_branch_also_where_git_does_not_know_a_file_yet(repository):
+def test_changes_since_a_branch_include_untracked_files(repository):
     def git(*words: str) -> None:
         imports.subprocess.run(
             ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=repository, check=True

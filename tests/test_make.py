@@ -38,18 +38,10 @@ def make(tmp_path):
         (tmp_path / name / "bin" / "python").chmod(0o755)
         (tmp_path / name / "installed").touch()
 
-    def run(
-        *words: str, failing: str = "no/bin/python", newest: str = "", changed: str = ""
-    ) -> tuple[int, list[str], list[str]]:
+    def run(*words: str, failing: str = "no/bin/python", newest: str = "", changed: str = "") -> tuple:
         log = tmp_path / "log"
         log.write_text("")
-        told = {
-            "LOG": str(log),
-            "REAL": sys.executable,
-            "FAILING": failing,
-            "NEWEST": newest,
-            "SELECTED": changed,
-        }
+        told = {"LOG": str(log), "REAL": sys.executable, "FAILING": failing, "NEWEST": newest, "SELECTED": changed}
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(UNSET)}
         command = ["make", *words, *(f"{key}={tmp_path / name}" for key, name in ENVIRONMENTS.items()), "WORKERS=1"]
         done = subprocess.run(command, cwd=ROOT, env=inherited | told, capture_output=True, text=True)
@@ -58,7 +50,7 @@ def make(tmp_path):
     return run
 
 
-def test_the_suite_runs_the_newest_versions_and_the_end_names_what_failed(make):
+def test_make_test_names_what_failed(make):
     status, report, ran = make("test")
     assert status == 0 and len(ran) == 1 and not any("Failed" in line for line in report)
     status, report, ran = make("test", failing="newest/bin/python")
@@ -67,7 +59,7 @@ def test_the_suite_runs_the_newest_versions_and_the_end_names_what_failed(make):
     assert report[-2:] == ["Failed: test-newest", "test-newest:tests/test_a.py::test_b[1]"]
 
 
-def test_files_that_changes_reach_run_alone_and_none_where_there_are_none(make):
+def test_changed_files_choose_the_tests(make):
     status, _, (ran,) = make("test", "CHANGED=1", changed="tests/test_a.py tests/ops/test_b.py")
     assert status == 0 and ran.endswith(" tests/test_a.py tests/ops/test_b.py")
     assert make("test", "CHANGED=1")[::2] == (0, [])
@@ -82,13 +74,13 @@ def test_files_that_changes_reach_run_alone_and_none_where_there_are_none(make):
         ("seed-17", "--hypothesis-seed=17 "),
     ],
 )
-def test_a_lot_can_be_chosen(lot, setting, make):
+def test_lot_can_be_chosen(lot, setting, make):
     status, report, (ran,) = make("test-lot", f"LOT={lot}")
     assert status == 0 and setting in ran
     assert f"The lot fell on {lot}; the same again: make test-lot LOT={lot}" in report
 
 
-def test_all_combinations_end_with_a_lot_that_is_told_and_an_unknown_one_is_refused(make):
+def test_make_test_all_ends_with_a_lot(make):
     status, report, ran = make("test-all", failing="oldest/bin/python")
     assert status != 0 and len(ran) == 3 and "--product" in ran[0]
     assert sum(line.startswith("The lot fell on ") for line in report) == 1
@@ -98,7 +90,7 @@ def test_all_combinations_end_with_a_lot_that_is_told_and_an_unknown_one_is_refu
     assert "LOT is 'avx3'; expected avx2, sse41, two-threads or seed-NUMBER." in report
 
 
-def test_a_newer_release_runs_what_depends_on_it_and_fails_by_name(make, tmp_path):
+def test_newer_release_runs_what_depends_on_it(make, tmp_path):
     failures = tmp_path / "failures"
     words = ("test-newest-release", f"FAILURES={failures}")
     status, _, (ran,) = make(*words, newest="5.99.0", failing="release/bin/python")
@@ -109,24 +101,21 @@ def test_a_newer_release_runs_what_depends_on_it_and_fails_by_name(make, tmp_pat
 
 @pytest.mark.parametrize(
     ("newest", "line"),
-    [
-        (CONSTRAINED, f"test-newest-release: transformers {CONSTRAINED} is the newest, and what constraints.txt has."),
-        ("", "test-newest-release: the registry does not answer."),
-    ],
+    [(CONSTRAINED, f"transformers {CONSTRAINED} is the newest"), ("", "the registry does not answer")],
 )
-def test_where_no_newer_release_is_to_be_had_one_line_says_so(newest, line, make):
+def test_missing_newer_release_gives_one_line(newest, line, make):
     status, report, ran = make("test-newest-release", newest=newest)
-    assert status == 0 and report == [line] and not ran
+    assert status == 0 and len(report) == 1 and line in report[0] and not ran
 
 
-def test_pages_and_files_name_the_same_newest_version_that_was_tried():
+def test_files_name_the_same_newest_version():
     assert CONSTRAINED.startswith(f"{NEWEST_TRIED_TRANSFORMERS}.")
     oldest = re.search(r"^transformers==(\d+\.\d+)", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE)[1]
     line = f'"transformers>={oldest},<6",  # tried: {oldest} to {NEWEST_TRIED_TRANSFORMERS} (midus_hf/version.py)'
     assert line in (ROOT / "pyproject.toml").read_text()
 
 
-def test_every_version_has_digests_but_that_of_torch():
+def test_constraints_have_digests():
     def versions(name: str, ends: str = "") -> set[str]:
         lines = re.findall(rf"^([\w.-]+==[^\s;]+).*{ends}$", (ROOT / name).read_text(), re.MULTILINE)
         return {line.lower().replace("_", "-") for line in lines}
@@ -137,7 +126,7 @@ def test_every_version_has_digests_but_that_of_torch():
     assert torch and digested == versions("constraints-hashed.txt") == versions("constraints.txt") - torch, remedy
 
 
-def test_files_and_tests_that_mutants_name_exist():
+def test_mutants_name_files_that_exist():
     """A path that is gone would leave a file to tests that never run it."""
     tree = ast.parse((ROOT / "scripts" / "mutants.py").read_text())
     strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]

@@ -29,20 +29,20 @@ def values_of(items: list[SimpleNamespace], name: str) -> set[Any]:
 
 
 @pytest.mark.parametrize("num_sizes", [1, 2, 5, 7])
-def test_every_family_and_every_other_parameter_of_each_test_stay(num_sizes):
+def test_every_family_and_other_parameter_stays(num_sizes):
     kept = keep_pairs([*product("test", "abcde", range(num_sizes)), *product("other", "abc", range(1))])
     of_test = [item for item in kept if item.nodeid.startswith("test")]
     assert values_of(of_test, "family") == set("abcde") and values_of(of_test, "size") == set(range(num_sizes))
     assert len(of_test) == max(5, num_sizes) and len(kept) == len(of_test) + 3
 
 
-def test_what_is_on_no_family_or_chooses_its_own_stays_and_what_is_marked_does_not():
+def test_unpaired_tests_stay_and_product_ones_do_not():
     stay = [item("plain", size=size) for size in range(4)]
     stay += product("chosen", "abc", range(2), marks={"parametrize": "size, family"})
     assert keep_pairs([*stay, item("plain", size=5, marks={"product": None})]) == stay
 
 
-def test_each_value_stays_with_as_few_tests_as_a_diagonal_takes_and_tests_begin_with_another_family():
+def test_pairing_covers_every_value_minimally():
     kept = keep_each_value([*(item("one", first=a, second=b) for a in "abc" for b in range(5)), item("plain")])
     assert kept[-1].nodeid == "plain[]" and len(kept) == 5 + 1
     assert values_of(kept[:-1], "first") == set("abc") and values_of(kept[:-1], "second") == set(range(5))
@@ -56,7 +56,7 @@ def run_with(monkeypatch):
     return lambda extent: monkeypatch.setattr(pairs, "extent", extent)
 
 
-def test_rows_take_their_columns_in_turn_and_meet_the_others_with_the_product(run_with):
+def test_rows_take_their_columns_in_turn(run_with):
     assert taking_turns("abc", [0, 1]) == [("a", 0), ("b", 1), ("c", 0)]
     assert taking_turns("abc", [0, 1], first=5) == [("a", 1), ("b", 0), ("c", 1)]
     run_with(Extent.USUAL)
@@ -71,7 +71,7 @@ def test_rows_take_their_columns_in_turn_and_meet_the_others_with_the_product(ru
         taking_turns("a", [0, 1])
 
 
-def test_values_that_are_not_kept_run_with_the_product(run_with):
+def test_other_values_run_with_the_product(run_with):
     values = [1, (2, 3), "last"]
     for extent, expected in ((Extent.USUAL, [1, "last"]), (Extent.FEWEST, [(2, 3)]), (Extent.ALL, values)):
         run_with(extent)
@@ -91,7 +91,7 @@ def test_values_that_are_not_kept_run_with_the_product(run_with):
         (["tests/test_pairs.py::test"], False, ["tests/models"], Extent.ALL),
     ],
 )
-def test_words_of_the_command_say_how_many_values_run(arguments, product, each_value, extent, run_with, pytestconfig):
+def test_command_words_choose_the_extent(arguments, product, each_value, extent, run_with, pytestconfig):
     run_with(Extent.USUAL)
     options = {"--product": product, "--each-value": each_value}
     conftest = pytestconfig.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))

@@ -1,5 +1,6 @@
 """The tables of families that tests run on: tiny random checkpoints, one per family, built from their configs."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,8 @@ def prompt(length: int = 3 * WINDOW, batch: int = 2, seed: int = 1) -> torch.Ten
 def logits(model: Any, tokens: torch.Tensor | None = None, **arguments: Any) -> torch.Tensor:
     """The logits of one pass without a cache; by default of `prompt()`."""
     return model(prompt() if tokens is None else tokens, use_cache=False, **arguments).logits
+
+
+def json_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in the lines of a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]

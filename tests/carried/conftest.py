@@ -1,7 +1,7 @@
 from functools import partial
 
 import pytest
-from carried.made import checkpoint
+from carried.example_checkpoints import checkpoint
 
 
 @pytest.fixture(scope="session")

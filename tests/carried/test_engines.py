@@ -4,12 +4,13 @@ import ast
 import inspect
 import itertools
 import json
+import re
 import textwrap
 from typing import Any
 
 import pytest
 import torch
-from carried.made import METHODS, imported
+from carried.example_checkpoints import METHODS, imported
 from pairs import by_default
 from tiny import NATIVE_FAMILIES, prompt
 from torch import nn
@@ -31,7 +32,7 @@ def of_llama(module: Any, kind: str) -> Any:
 
 # Memories that are inserted, that share tables, that fetch blocks, and that keep states.
 @pytest.mark.parametrize("method", by_default(["midus-hml", "ultramem-v2", "hier-kv", "moc"], METHODS))
-def test_a_model_takes_a_config_whose_classes_are_of_another_copy_of_its_code(method, checkpoints):
+def test_model_takes_a_config_of_another_copy_of_its_code(method, checkpoints):
     """An engine sends the config to another process by value, where the model's own code is loaded from its file."""
     folder = checkpoints("llama", method)
     sent, own = imported(folder, "sent"), imported(folder, "own")
@@ -44,59 +45,38 @@ def test_a_model_takes_a_config_whose_classes_are_of_another_copy_of_its_code(me
 
 
 @pytest.mark.parametrize(
-    ("engine", "method", "memory"),
-    [("vllm", "moc", "chapters"), ("sglang", "moc", "chapters"), ("vllm", "engram", "ngram")],
+    ("engine", "method", "message"),
+    [
+        ("vllm", "moc", "keeps nothing for the memory 'chapters', .* expected midus-hf installed"),
+        ("sglang", "engram", "keeps nothing for the memory 'ngram', .* expected midus-hf installed"),
+        ("vllm", "packs", "attention 'vllm' exposes no log-sum-exp, .* expected midus-hf installed"),
+    ],
 )
-def test_an_engine_makes_no_model_that_keeps_a_state_of_a_sequence(engine, method, memory, checkpoints, monkeypatch):
+def test_engines_refuse_memories_with_a_state(engine, method, message, checkpoints, monkeypatch):
     """An engine's Transformers backend sets attention of the engine's name in the config, and makes the model by it."""
-    assert refusal_of(checkpoints("llama", method), engine, monkeypatch) == (
-        f"attention {engine!r} lays the tokens of several requests in one row and keeps nothing for the memory {memory!r}, which "
-        "reads the tokens before; expected midus-hf installed beside vLLM (for engram and packs), a server such as `transformers "
-        "serve`, a memory that reads one token (moc with routing = 'token'), or a method without it."
-    )
-
-
-def test_an_engine_makes_no_model_with_packs(checkpoints, monkeypatch):
-    assert refusal_of(checkpoints("llama", "packs"), "vllm", monkeypatch) == (
-        "attention 'vllm' exposes no log-sum-exp, which this memory needs; expected midus-hf installed "
-        "beside vLLM (for packs), a server such as `transformers serve`, or a method without it."
-    )
-
-
-def refusal_of(folder, engine, monkeypatch):
-    """What the code of a checkpoint says when an engine makes its model."""
-    code = imported(folder, "served")
+    code = imported(folder := checkpoints("llama", method), "served")
     config = of_llama(code, "Config").from_pretrained(folder)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, engine, ALL_ATTENTION_FUNCTIONS["sdpa"])
     config._attn_implementation = engine
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=message):
         of_llama(code, "Model")(config)
-    return str(raised.value)
-
-
-def is_lookup(node: ast.expr | None) -> bool:
-    """Whether an expression takes a function from `ALL_ATTENTION_FUNCTIONS`."""
-    if isinstance(node, ast.Call):
-        node = node.func
-    return isinstance(node, ast.Attribute | ast.Subscript) and ast.unparse(node.value) == "ALL_ATTENTION_FUNCTIONS"
 
 
 def attention_calls(module: nn.Module) -> list[ast.Call]:
     """The calls in the source of a module's forward, of local names that were taken from `ALL_ATTENTION_FUNCTIONS`."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(type(module).forward)))
-    assigned = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign) and is_lookup(node.value)
-    ]
-    targets = [
-        target for node in assigned for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    ]
-    taken = {ast.unparse(target) for target in targets}
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in taken]
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(type(module).forward)))))
+    taken = {
+        ast.unparse(target)
+        for node in nodes
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and re.match(r"ALL_ATTENTION_FUNCTIONS[.\[]", ast.unparse(node.value or node.target))
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    }
+    return [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) in taken]
 
 
 @served
-def test_each_layer_has_one_module_whose_source_calls_the_attention_function_once(family, method, checkpoints):
+def test_each_layer_has_one_call_of_the_attention_function(family, method, checkpoints):
     """vLLM reads the source of each forward, and gives a cache to each layer index of those in which it finds the call."""
     folder = checkpoints(family, method)
     code = imported(folder, "read")
@@ -115,7 +95,7 @@ def test_each_layer_has_one_module_whose_source_calls_the_attention_function_onc
 
 
 @served
-def test_keyword_arguments_of_an_engine_reach_the_attention_of_every_layer(family, method, checkpoints, monkeypatch):
+def test_engine_arguments_reach_the_attention_of_every_layer(family, method, checkpoints, monkeypatch):
     """SGLang's Transformers backend passes a batch and attention by layer, which the attention function reads."""
     folder = checkpoints(family, method)
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]

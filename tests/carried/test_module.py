@@ -15,7 +15,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
-from carried.made import ALL_CASES, CASES, METHODS, MOST_LINES, imported
+from carried.example_checkpoints import ALL_CASES, CASES, METHODS, MOST_LINES, imported
 from models.upscaled import memory_config
 from pairs import by_default
 from tiny import tiny_model
@@ -65,7 +65,7 @@ def imports_of(source: str) -> set[str]:
 
 
 @of_all_cases
-def test_a_checkpoint_carries_one_module_whose_header_tells_what_it_is_for(family, method, checkpoints):
+def test_checkpoint_carries_one_module_with_a_true_header(family, method, checkpoints):
     folder = checkpoints(family, method)
     assert [path.name for path in folder.rglob("*.py")] == ["modeling_midus.py"]
     source = source_of(folder)
@@ -78,7 +78,7 @@ def test_a_checkpoint_carries_one_module_whose_header_tells_what_it_is_for(famil
     assert digest == hashlib.sha256(body.removeprefix("\n\n").encode()).hexdigest()
 
 
-def test_modules_define_each_name_that_they_read_and_import_none_that_they_do_not(checkpoints):
+def test_modules_define_what_they_read_and_import_no_more(checkpoints):
     paths = [checkpoints(*case) / "modeling_midus.py" for case in CASES]
     rules = ("--isolated", "--no-cache", "--select=F401,F811,F821,F822", "--output-format=concise")
     checked = subprocess.run([sys.executable, "-m", "ruff", "check", *rules, *paths], capture_output=True, text=True)
@@ -86,9 +86,7 @@ def test_modules_define_each_name_that_they_read_and_import_none_that_they_do_no
 
 
 @of_all_cases
-def test_the_module_needs_torch_and_transformers_alone_and_has_what_its_memories_need_alone(
-    family, method, checkpoints
-):
+def test_module_needs_only_torch_transformers_and_its_memory(family, method, checkpoints):
     source = source_of(checkpoints(family, method))
     packages = imports_of(source)
     assert packages <= {*OTHERS, *sys.stdlib_module_names}
@@ -110,14 +108,14 @@ def test_the_module_needs_torch_and_transformers_alone_and_has_what_its_memories
     assert model in of_families and all(name.startswith(own) for name in of_families), own
 
 
-def test_a_model_without_memory_entries_carries_no_memory_layer(family, tmp_path):
+def test_model_without_memories_carries_no_memory_layer(family, tmp_path):
     (path,) = write_code(tmp_path, memory_config(tiny_model(family), new_layers=()))
     classes = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
     assert path.name == "modeling_midus.py" and not classes & {layer.__name__ for layer in LAYERS.values()}
 
 
 @of_all_cases
-def test_each_forward_of_a_model_names_its_arguments(family, method, checkpoints):
+def test_model_forwards_name_their_arguments(family, method, checkpoints):
     owners = [
         node for node in ast.walk(ast.parse(source_of(checkpoints(family, method)))) if isinstance(node, ast.ClassDef)
     ]
@@ -129,7 +127,7 @@ def test_each_forward_of_a_model_names_its_arguments(family, method, checkpoints
 
 
 @on_llama
-def test_nothing_in_the_module_resists_pickling_by_value(method, checkpoints):
+def test_module_pickles_by_value(method, checkpoints):
     module = imported(checkpoints("llama", method))
     cloudpickle.register_pickle_by_value(module)
     try:
@@ -138,7 +136,7 @@ def test_nothing_in_the_module_resists_pickling_by_value(method, checkpoints):
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def test_a_name_means_the_same_in_the_modules_of_all_memories(checkpoints):
+def test_names_mean_the_same_in_all_modules(checkpoints):
     """So that memories of any two types can be in one model."""
     written: dict[str, tuple[str, str]] = {}
     for method in METHODS:
@@ -162,7 +160,7 @@ print(json.dumps({each: hashlib.sha256(carried_module(AutoConfig.from_pretrained
 """
 
 
-def test_the_same_config_gives_the_same_module_in_any_process(checkpoints):
+def test_same_config_gives_the_same_module_in_any_process(checkpoints):
     """In the other process sets have another order."""
     cases = by_default([("llama", "hier-lora-qk"), ("llama", "moc"), ("gemma3", "midus-hml")], ALL_CASES)
     folders = [str(checkpoints(*case)) for case in cases]
@@ -176,13 +174,9 @@ def test_the_same_config_gives_the_same_module_in_any_process(checkpoints):
 
 @pytest.mark.parametrize(
     ("method", "key", "value"),
-    [
-        ("midus-hml", "inner_residual", True),
-        ("moc", "routing", "token"),
-        ("moda", "joining", "interpolated"),
-    ],
+    [("midus-hml", "inner_residual", True), ("moc", "routing", "token"), ("moda", "joining", "interpolated")],
 )
-def test_a_config_with_other_options_builds_the_memory_of_these_options(method, key, value, checkpoints):
+def test_config_with_other_options_builds_their_memory(method, key, value, checkpoints):
     folder = checkpoints("llama", method)
     content = json.loads((folder / "config.json").read_text())
     content["memory"][0][key] = value
@@ -195,14 +189,11 @@ def test_a_config_with_other_options_builds_the_memory_of_these_options(method, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"site": "skip"},
-            "memory of type 'moc' has site = 'skip'; expected 'behind-attention' or 'behind-layer', for which",
-        ),
+        ({"site": "skip"}, "site = 'skip'; expected 'behind-attention' or 'behind-layer', for which"),
         ({"type": "midus-hml"}, "memory type is 'midus-hml'; expected 'moc', for which"),
     ],
 )
-def test_sites_and_types_that_a_checkpoint_was_not_written_for_are_refused(change, message, checkpoints):
+def test_unknown_sites_and_types_are_refused(change, message, checkpoints):
     folder = checkpoints("llama", "moc")
     content = json.loads((folder / "config.json").read_text())
     content["memory"][0] |= change
@@ -212,25 +203,24 @@ def test_sites_and_types_that_a_checkpoint_was_not_written_for_are_refused(chang
 
 # The definitions that carried code has another of, ops aside.
 STANDS_FOR = {
-    "check_entry": "midus_hf.memories.registry",
-    "check_memories": "midus_hf.memories.registry",
-    "check_place": "midus_hf.memories.registry",
-    "MEMORY_TYPES": "midus_hf.memories.registry",
-    "register_memory": "midus_hf.memories.registry",
-    "register_layer": "midus_hf.memories.registry",
-    "layer_class": "midus_hf.memories.registry",
-    "memory_type": "midus_hf.memories.registry",
-    "check_layer": "midus_hf.memories.module",
-    "decode_cache": "midus_hf.memories.decode_cache",
-    "option": "midus_hf.config.options",
-    "read_options": "midus_hf.config.options",
-    "write_code": "midus_hf.carried.module",
-    "save_bank": "midus_hf.memories.hierarchical.bank",
-    "Glossary": "midus_hf.memories.packs.glossary",
+    name: f"midus_hf.{module}"
+    for module, names in {
+        "carried.module": ("write_code",),
+        "config.options": ("option", "read_options"),
+        "memories.decode_cache": ("decode_cache",),
+        "memories.hierarchical.bank": ("save_bank",),
+        "memories.module": ("check_layer",),
+        "memories.packs.glossary": ("Glossary",),
+        "memories.registry": (
+            *("check_entry", "check_memories", "check_place", "MEMORY_TYPES"),
+            *("register_memory", "register_layer", "layer_class", "memory_type"),
+        ),
+    }.items()
+    for name in names
 }
 
 
-def test_a_stand_in_takes_the_place_of_nothing_else():
+def test_stand_in_replaces_nothing_else():
     definers: dict[str, list[str]] = {}
     for module in pkgutil.walk_packages(midus_hf.__path__, "midus_hf."):
         path = Path(importlib.util.find_spec(module.name).origin)
@@ -251,7 +241,7 @@ def test_a_stand_in_takes_the_place_of_nothing_else():
     assert stood_for == STANDS_FOR
 
 
-def test_a_bank_that_is_saved_writes_into_no_file_of_an_earlier_copy(checkpoints, tmp_path):
+def test_saved_bank_shares_no_file_with_an_earlier_copy(checkpoints, tmp_path):
     folder = checkpoints("llama", "hier-ffn")
     model = imported(folder).MidusLlamaForCausalLM.from_pretrained(folder)
     earlier, later = tmp_path / "earlier", tmp_path / "later"

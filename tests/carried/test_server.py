@@ -82,7 +82,7 @@ def environment(folder: Path, offline: str = "1") -> dict[str, str]:
 
 @pytest.mark.product
 @pytest.mark.parametrize(("package_present", "models"), [(False, ()), (True, ("midus-hml",))])
-def test_a_server_of_one_model_or_many_answers_what_generate_does(package_present, models, folder, alone):
+def test_server_answers_as_generate_does(package_present, models, folder, alone):
     """The package may be installed: the server imports nothing of it. A chat on the command line has the same answer."""
     serve = command(package_present, "serve", *models, "--trust-remote-code", "--device", "cpu")
     with answering(serve, folder / f"log-{package_present}", cwd=folder, env=environment(folder)) as address:
@@ -103,12 +103,10 @@ def test_a_server_of_one_model_or_many_answers_what_generate_does(package_presen
     assert alone["midus-hml"]["text"] in " ".join(talk.stdout.split()), talk.stderr + talk.stdout
 
 
-def test_pipelines_continuous_batching_and_what_serves_run_the_code_of_a_checkpoint(alone):
+def test_serving_tools_run_the_code_of_a_checkpoint(alone):
     for result in alone.values():
         assert result["module"].endswith(".modeling_midus")
         assert result["pipeline"] == result["text"]
         assert result["served"] == [result["module"], result["text"]]
     assert alone["midus-hml"]["batched"] == [alone["midus-hml"]["tokens"]]
-    assert alone["chapters"]["batched"].startswith(
-        "continuous batching lays the tokens of several requests in one row and keeps nothing for the memory 'chapters'"
-    )
+    assert "keeps nothing for the memory 'chapters'" in alone["chapters"]["batched"]

@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 import torch
 from carried import computing
-from carried.made import CASES, INFERRED, KINDS, METHODS, imported
+from carried.example_checkpoints import CASES, INFERRED, KINDS, METHODS, imported
 from models.fresh_process import run_python
 from pairs import by_default, wanted_by_tests
 from safetensors.torch import load_file, save_file
@@ -153,7 +153,7 @@ def with_the_package(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("family", "method"), [*CASES, *ON_LLAMA, *INFERRED])
-def test_the_module_alone_computes_what_the_package_does(family, method, folder, found):
+def test_module_computes_what_the_package_does(family, method, folder, found):
     assert found["absent"] == [True] * 2
     name = name_of(family, method)
     there = found[name]["acting"]
@@ -177,11 +177,11 @@ def test_the_module_alone_computes_what_the_package_does(family, method, folder,
 
 
 @pytest.mark.parametrize(("family", "method"), BY_VALUE)
-def test_its_classes_compute_the_same_where_they_were_sent_by_value(family, method, found):
+def test_classes_sent_by_value_compute_the_same(family, method, found):
     result = found[name_of(family, method)]
     assert torch.equal(result["pickled"], result["acting"]["logits"])
 
 
 @pytest.mark.parametrize(("family", "method"), TRACED)
-def test_a_whole_model_is_one_graph_to_compile_and_to_export(family, method, graphs):
+def test_whole_model_compiles_and_exports_as_one_graph(family, method, graphs):
     assert graphs[name_of(family, method)] == {"compiles": True, "exports": True}

@@ -1,12 +1,10 @@
 """The demo on a tiny model and few texts, its report, and its phases, which keep what has ended and touch no files of a person."""
 
-import copy
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from safetensors.torch import load_file
 
 import demo.__main__ as demo
 from demo import phases as module
-from demo.phases import Phases, TrainingProgress, duration, schedule
+from demo.phases import Phases, TrainingProgress, schedule
 from demo.report import write_report
 from material.smollm2 import tiny_llama
 from midus_hf.training.checkpoints import finish_checkpoint
@@ -23,7 +21,7 @@ from midus_hf.training.checkpoints import finish_checkpoint
 
 @pytest.mark.material
 @pytest.mark.product
-def test_the_demo_runs_to_its_end_and_gives_the_base_back(tmp_path, monkeypatch, capsys):
+def test_demo_gives_the_base_back(tmp_path, monkeypatch, capsys):
     configs = tmp_path / "configs"
     for name, keys in {
         "upscale": "method: midus-hml\nnum_new_layers: 3\noptions: {n: 8, k: 2}\n",
@@ -46,8 +44,6 @@ def test_the_demo_runs_to_its_end_and_gives_the_base_back(tmp_path, monkeypatch,
     assert (output / "report.html").exists() and json.loads((output / "phases.json").read_text())["finished"]
 
 
-MODELS = ("base", "upscaled", "trained")
-MEASURED = {"perplexity": {"perplexity": 33.8613, "tokens": 100}, "parameters": 134_515_008}
 WEIGHTS = {"tensors": 272, "bytes": 538_060_032, "sha256": "0123456789abcdef" * 4}
 
 
@@ -57,14 +53,15 @@ def arguments(tmp_path):
     seen = [{"step": step, "num_input_tokens_seen": 1024 * step} for step in range(15)]
     events = [{**one, "loss": 4.0 - 0.1 * one["step"]} for one in seen[1:]]
     events += [{**one, "eval_a_loss": 3.5 - 0.1 * one["step"], "eval_b_loss": 3.0} for one in (seen[0], seen[14])]
-    events.append({**seen[14], "train_loss": 3.3, "train_runtime": 7.0})  # of the last call alone
+    events.append({**seen[14], "train_loss": 3.3, "train_runtime": 7.0})  # of the last call only
     log.write_text(json.dumps({"log_history": events}))
-    upscaled = copy.deepcopy(MEASURED) | {"parameters": 143_409_088}
-    trained = copy.deepcopy(upscaled)
-    trained["perplexity"]["perplexity"] = 28.5646
+    measures = {"base": (33.8613, 134_515_008), "upscaled": (33.8613, 143_409_088), "trained": (28.5646, 143_409_088)}
     return {
-        "models": {"base": copy.deepcopy(MEASURED), "upscaled": upscaled, "trained": trained},
-        "samples": {name: {"text": f"{name} <text>", "tokens_per_second": 6.4} for name in MODELS},
+        "models": {
+            name: {"perplexity": {"perplexity": perplexity, "tokens": 100}, "parameters": parameters}
+            for name, (perplexity, parameters) in measures.items()
+        },
+        "samples": {name: {"text": f"{name} <text>", "tokens_per_second": 6.4} for name in measures},
         "prompt": "Fellow-citizens",
         "log": log,
         "texts": {"a": "what is learned", "b": "what is kept"},
@@ -76,7 +73,7 @@ def arguments(tmp_path):
     }
 
 
-def test_the_report_shows_every_measure_of_every_model(tmp_path, arguments):
+def test_report_shows_every_measure(tmp_path, arguments):
     table = write_report(tmp_path, **arguments)
     assert "| base | 33.8613 | 134.5 M | 6.4 |" in table and "| trained | 28.5646 | 143.4 M | 6.4 |" in table
     assert "| what is learned | 3.5000 | 2.1000 | -1.4000 |\n| what is kept | 3.0000 | 3.0000 | +0.0000 |" in table
@@ -84,20 +81,18 @@ def test_the_report_shows_every_measure_of_every_model(tmp_path, arguments):
     assert "| upscale | 1.0 |\n| training | 5.0 |\n| strip | 2.0 |\n| all | 8.0 |" in table
     page = (tmp_path / "report.html").read_text()
     assert "upscaled &lt;text&gt;" in page and "upscale --base a" in page
-    assert "took 5.0 minutes, everything below 8.0, on two cores." in page
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     kept = json.loads((tmp_path / "report.json").read_text())
     assert (kept["seconds"], kept["weights"]) == (arguments["seconds"], arguments["weights"])
 
 
-def test_measures_and_weights_that_are_not_the_base_s_are_refused(tmp_path, arguments):
+def test_report_refuses_other_weights_and_measures(tmp_path, arguments):
     arguments["weights"]["strip's"]["sha256"] = "f" * 64
-    message = r"strip gave back .*'sha256': 'ffff.*; expected the base's .*0123456789abcdef"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"strip gave back .*'ffff.*; expected the base's .*0123456789abcdef"):
         write_report(tmp_path, **arguments)
     arguments["weights"]["strip's"] = WEIGHTS
     arguments["models"]["upscaled"]["perplexity"]["perplexity"] = 0.123
-    with pytest.raises(ValueError, match="perplexity differs from the base's; expected equality to the last digit"):
+    with pytest.raises(ValueError, match="perplexity differs from the base's; expected equality"):
         write_report(tmp_path, **arguments)
 
 
@@ -105,7 +100,7 @@ PRINTS = [sys.executable, "-c", "print('a table')"]
 FAILS = [sys.executable, "-c", "raise SystemExit(3)"]
 
 
-def test_files_of_a_person_stay(tmp_path):
+def test_output_folder_with_other_files_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     for folder in (tmp_path, tmp_path / "thesis.txt"):
         with pytest.raises(SystemExit, match="which holds files; expected a new or an empty folder, or that of a run"):
@@ -115,14 +110,13 @@ def test_files_of_a_person_stay(tmp_path):
     assert (tmp_path / "new").is_dir()
 
 
-def test_a_call_goes_on_from_the_phases_that_ended_and_counts_the_time_of_all_calls(tmp_path, capsys):
+def test_resumed_run_skips_finished_phases(tmp_path, capsys):
     first = Phases(tmp_path, tmp_path, 2, {"steps": 1})
     first.run("a", "doing a", 30, *PRINTS)
     with pytest.raises(SystemExit, match="failed with exit status 3; the same command begins again with it"):
         first.run("b", "doing b", 100, *FAILS)
     shown = capsys.readouterr().out
     assert "[1/2] doing a, about 30 s\n$ " in shown and "\na table\n" in shown
-    assert "[2/2] doing b, about 1.7 min" in shown
     spent = first.seconds
     assert all(seconds > 0 for seconds in spent.values())
 
@@ -134,21 +128,8 @@ def test_a_call_goes_on_from_the_phases_that_ended_and_counts_the_time_of_all_ca
     assert second.commands == first.commands
 
 
-def test_a_slow_machine_is_expected_to_stay_slow(tmp_path, capsys):
-    phases = Phases(tmp_path, tmp_path, 3, {})
-    phases.run("a", "doing a", 30, *PRINTS)
-    record = json.loads((tmp_path / "phases.json").read_text())
-    record["phases"]["a"]["seconds"] = 120.0
-    (tmp_path / "phases.json").write_text(json.dumps(record))
-    assert Phases(tmp_path, tmp_path, 3, {}).announce("doing b", 10) == 40
-    assert "doing b, about 40 s" in capsys.readouterr().out
-    assert str(TrainingProgress(2, about=40)).endswith(
-        "step 0 of 2, reading texts and model, about 40 s expected in all"
-    )
-
-
 @pytest.mark.parametrize("settings", [{"steps": 2}, {"steps": 1}])
-def test_a_run_that_reached_the_end_or_has_other_settings_begins_anew(tmp_path, settings):
+def test_finished_or_changed_run_begins_anew(tmp_path, settings):
     earlier = Phases(tmp_path, tmp_path, 1, {"steps": 1})
     earlier.run("a", "doing a", 1, *PRINTS)
     if settings == {"steps": 1}:
@@ -158,9 +139,7 @@ def test_a_run_that_reached_the_end_or_has_other_settings_begins_anew(tmp_path, 
     assert not again.seconds and not (tmp_path / "model").exists()
 
 
-def test_what_a_command_prints_can_go_to_a_file_that_appears_whole_and_what_an_unfinished_one_left_is_removed(
-    tmp_path, capsys
-):
+def test_run_output_file_is_written_atomically(tmp_path, capsys):
     phases = Phases(tmp_path, tmp_path, 3, {})
     for name in ("made", "trained"):
         (tmp_path / name).mkdir()
@@ -174,9 +153,9 @@ def test_what_a_command_prints_can_go_to_a_file_that_appears_whole_and_what_an_u
     assert not (tmp_path / "c.json").exists()
 
 
-def test_a_silent_command_says_how_far_it_is(tmp_path, capsys, monkeypatch):
+def test_silent_command_shows_progress(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(module, "SECONDS", 0.05)
-    told, progress = tmp_path / "told", module.TrainingProgress.__str__
+    told, progress = tmp_path / "told", TrainingProgress.__str__
 
     def noted(self) -> str:
         text = progress(self)
@@ -184,57 +163,27 @@ def test_a_silent_command_says_how_far_it_is(tmp_path, capsys, monkeypatch):
             told.touch()
         return text
 
-    monkeypatch.setattr(module.TrainingProgress, "__str__", noted)
-    waits = f"""
-import pathlib, time
-print({{'loss': '3.25', 'epoch': 0.1}})
-while not pathlib.Path({str(told)!r}).exists():
-    time.sleep(0.01)
-print('saved')
-"""
+    monkeypatch.setattr(TrainingProgress, "__str__", noted)
+    waits = "import pathlib, time\nprint({'loss': '3.25', 'epoch': 0.1})\n"
+    waits += f"while not pathlib.Path({str(told)!r}).exists():\n    time.sleep(0.01)\nprint('saved')\n"
     command = (sys.executable, "-c", waits)
     Phases(tmp_path, tmp_path, 1, {}).run("a", "training", 1, *command, makes=tmp_path / "m", steps=4)
     shown = capsys.readouterr().out
     assert ": step 1 of 4, loss 3.250, " in shown and "\nsaved\n" in shown and "{'loss'" not in shown
 
 
-def test_training_counts_from_the_checkpoint_that_it_goes_on_from(monkeypatch):
+def test_training_progress_counts_from_a_checkpoint():
     progress = TrainingProgress(50)
     for line in ("new layers train\n", "resuming from outputs/demo/trained/checkpoint-20\n"):
         assert progress.take(line)
     assert str(progress).endswith(": step 20 of 50, in step 21")
-    clock = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000)
-    assert not progress.take("{'eval_addresses_loss': '3.4'}\n")  # its time is no step's
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1100)
     for loss in ("3.5", "3.25"):
         assert not progress.take(f"{{'loss': '{loss}', 'epoch': '0.1'}}\n")
     assert not progress.take("{'eval_articles_loss': '3.1'}\n")
-    assert str(progress).endswith(": step 22 of 50, loss 3.250, about 23 min left")  # 28 steps of 50 s
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1190)
-    assert str(progress).endswith(", about 22 min left")
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1400)
-    assert str(progress).endswith(", loss 3.250, the next has taken 5 min, and those before 50 s each")
-    for step in range(7):
-        monkeypatch.setattr(time, "monotonic", lambda end=1400 + 10 * step: clock() + end)
-        progress.take("{'loss': '3', 'epoch': '0.1'}\n")
-    assert str(progress).endswith(": step 29 of 50, loss 3.000, about 3.5 min left"), "the last steps count"
+    assert ": step 22 of 50, loss 3.250, " in str(progress)
 
 
-def test_progress_says_what_is_being_done_and_what_takes_longer_than_expected(monkeypatch):
-    clock, training, other = time.monotonic, TrainingProgress(1, measures_first=True), module.Progress(60)
-    assert (
-        str(training).endswith(": step 0 of 1, reading texts and model") and str(other) == "0 s so far, of about 60 s"
-    )
-    training.take("corpus: 3 sequences\n")
-    assert str(training).endswith(": step 0 of 1, measuring held-out texts, then in step 1")
-    training.take("{'loss': '3.25', 'epoch': '1'}\n")
-    assert str(training).endswith(": step 1 of 1, loss 3.250, measuring held-out texts and saving")
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 420)
-    assert str(other) == "7 min so far, longer than the expected 60 s"
-
-
-def test_a_run_that_goes_on_does_not_measure_its_start_again(tmp_path):
+def test_schedule_of_a_resumed_run_skips_the_start(tmp_path):
     ends = ["--save_total_limit=1", "--resume_from_checkpoint=auto"]
     measures = ["--eval_steps=10", "--eval_on_start=true", "--disable_tqdm=true"]
     first = ["--max_steps=50", "--save_steps=10", *ends, *measures]
@@ -245,10 +194,6 @@ def test_a_run_that_goes_on_does_not_measure_its_start_again(tmp_path):
     finish_checkpoint(tmp_path / "checkpoint-10")
     assert "--eval_on_start=false" in schedule(50, 5, tmp_path)
     assert schedule(7, None, tmp_path) == ["--max_steps=7", "--save_steps=2", *ends, "--disable_tqdm=true"]
-
-
-def test_times_are_told_in_words():
-    assert [duration(seconds) for seconds in (0.4, 89, 90, 120, 750)] == ["0 s", "89 s", "1.5 min", "2 min", "12 min"]
 
 
 PROGRAM = """
@@ -271,11 +216,12 @@ run_demo(lambda: Phases(folder, folder, 1, {}).run("a", "doing a", 1, sys.execut
 """
 
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-
-
-@pytest.mark.parametrize("number", by_default([signal.SIGTERM], SIGNALS), ids=lambda number: number.name)
-def test_a_signal_lets_the_command_end_in_order_and_its_time_is_kept(number, tmp_path):
+@pytest.mark.parametrize(
+    "number",
+    by_default([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]),
+    ids=lambda number: number.name,
+)
+def test_signal_ends_the_command_and_keeps_its_time(number, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
         stdout=subprocess.PIPE,

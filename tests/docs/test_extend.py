@@ -73,36 +73,31 @@ def run(code: str, folder: Path, packages: Path, *words: str) -> subprocess.Comp
     )
 
 
-def test_the_package_takes_sixty_lines_of_python():
+def test_extension_takes_sixty_lines():
     python = "\n".join(text for name, text in FILES.items() if name.endswith(".py"))
     assert len(FILES) == 4 and len([line for line in python.splitlines() if line.strip()]) <= 60
 
 
-def test_the_commands_give_the_base_back(work):
+def test_extension_commands_give_the_base_back(work):
     base, again = (work / name / "model.safetensors" for name in ("BASE", "base-again"))
     assert base.read_bytes() == again.read_bytes()
 
 
-def test_the_model_is_trained_beside_pandas_which_looks_for_packages_of_other_names(work, installed):
+def test_extension_trains_beside_pandas(work, installed):
     letter_tokenizer().save_pretrained(work / "model")
     write_corpus(work / "texts", documents=4)
     words = "texts --model model --output trained --max_steps 2 --sequence_length 32 --bf16 false".split()
     # In an interpreter of its own, since pandas looks for packages when it is imported.
     paths = os.pathsep.join(map(str, (installed, Path(__file__).parents[2])))
-    command = [
-        sys.executable,
-        "-c",
-        "import pandas, runpy; runpy.run_module('midus_hf', run_name='__main__')",
-        "train",
-        *words,
-    ]
+    code = "import pandas, runpy; runpy.run_module('midus_hf', run_name='__main__')"
+    command = [sys.executable, "-c", code, "train", *words]
     done = subprocess.run(command, cwd=work, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     before, after = (load_file(work / name / "model.safetensors") for name in ("model", "trained"))
     assert {name.rpartition(".")[2] for name in before if not torch.equal(before[name], after[name])} == {"down", "up"}
 
 
-def test_the_model_loads_where_nothing_is_installed_and_computes_what_the_base_computes(work):
+def test_extension_model_loads_without_packages(work):
     base = AutoModelForCausalLM.from_pretrained(work / "BASE").eval()
     with torch.no_grad():
         torch.save((prompt(), base(prompt()).logits), work / "expected.pt")
@@ -125,7 +120,7 @@ with torch.no_grad():
     assert run_python(code, work, package_present=False).split() == ["True", "False", "True"]
 
 
-def test_packages_that_cannot_be_imported_are_warnings_and_take_nothing_along(work, tmp_path):
+def test_broken_extensions_are_warnings(work, tmp_path):
     broken = {"broken-memory": "upscalers.methods", "broken-family": "midus_hf.families"}
     for name, group in broken.items():
         write_distribution(tmp_path, name, {group: {"broken": "no_such_module"}})

@@ -22,30 +22,30 @@ pytestmark = pytest.mark.skipif(not OF_THIS_VERSION, reason="the page was made w
 
 
 @pytest.mark.parametrize("model_type", FIRST_OF_ROWS)
-def test_a_type_of_each_row_can_host_memory(model_type):
+def test_type_of_each_row_can_host_memory(model_type):
     assert model_type_of(model_type).layers
 
 
 @pytest.mark.parametrize("model_type", TRIED)
-def test_a_row_says_what_methods_give(model_type):
+def test_row_says_what_methods_give(model_type):
     row = families.row_of(model_type)
     assert TAKEN.get(model_type, "") == families.shortened(row.methods)
     assert row.methods or row.refusal
 
 
-def test_a_type_without_larger_models_is_refused():
+def test_type_without_larger_models_is_refused():
     message = "'llama' has no class of models for text and images or sounds in this"
     with pytest.raises(UnknownType, match=message):
         composite_class_of(transformers.LlamaConfig)
 
 
 @pytest.mark.parametrize("model_type", by_default(["mistral3"], ["mistral3", "qwen2_5_vl"]))
-def test_a_row_of_a_composite_type_says_what_methods_give(model_type):
+def test_composite_row_says_what_methods_give(model_type):
     row = families.composite_row_of(model_type)
     assert COMPOSITE_TAKEN.get(model_type, "") == ", ".join(row.methods)
     assert row.methods or row.refusal
 
 
 @pytest.mark.product
-def test_the_page_is_what_the_script_writes(capsys):
+def test_families_page_is_what_the_script_writes(capsys):
     assert families.main([]) == 0, capsys.readouterr().out

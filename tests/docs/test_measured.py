@@ -1,13 +1,13 @@
 """Numbers of methods and of packs: the tables are what their results say, and what other pages say of methods is in the tables."""
 
 import csv
-import json
 import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
 import pytest
+from tiny import json_rows
 
 from experiments.curve import table_rows
 from midus_hf.compare.findings import chosen_rate, paired, spread
@@ -61,14 +61,14 @@ def with_spread(number, sign: str = "") -> str:
     return f"{number.mean:{sign}.4f} ± {number.deviation:.4f}"
 
 
-def rows_of(heading: str) -> list[list[str]]:
+def table_cells(heading: str) -> list[list[str]]:
     """Return the cells of the rows of the table whose header begins so."""
     table = MEASURED[MEASURED.index(heading) :].partition("\n\n")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
 @pytest.mark.parametrize("table", RUNS)
-def test_the_table_is_what_the_results_say(table):
+def test_learning_table_is_what_the_results_say(table):
     variants = {one.variant for one in results(table) if one.control is None}
     lora = {seed: fall(one, "addresses") for seed, one in chosen(table, "lora").items()}
     expected = []
@@ -77,20 +77,18 @@ def test_the_table_is_what_the_results_say(table):
         assert sorted(runs) == [0, 1, 2]
         learned = {seed: fall(one, "addresses") for seed, one in runs.items()}
         rate = list(runs[0].rate.values())[-1]
-        expected.append(
-            [
-                name,
-                f"{runs[0].trained_parameters / 1e6:.1f} M",
-                f"{rate:g}",
-                with_spread(spread(list(learned.values()))),
-                "" if name == "lora" else with_spread(paired(lora, learned), "+"),
-                with_spread(spread([-fall(one, "articles") for one in runs.values()]), "+"),
-            ]
-        )
-    assert rows_of(table) == sorted(expected, key=lambda row: float(row[3].partition(" ")[0]), reverse=True)
+        cells = [
+            name,
+            f"{runs[0].trained_parameters / 1e6:.1f} M",
+            f"{rate:g}",
+            with_spread(spread([*learned.values()])),
+        ]
+        cells += ["" if name == "lora" else with_spread(paired(lora, learned), "+")]
+        expected.append([*cells, with_spread(spread([-fall(one, "articles") for one in runs.values()]), "+")])
+    assert table_cells(table) == sorted(expected, key=lambda row: float(row[3].partition(" ")[0]), reverse=True)
 
 
-def test_table_of_the_curve_is_what_the_results_say():
+def test_curve_table_is_what_the_results_say():
     recipe = ROOT / "configs" / "compare" / "smollm2-135m-instruct-curve.yaml"
     runs = ROOT / "experiments" / "results" / recipe.stem / "runs"
     found = [read_result(path.with_suffix("")) for path in sorted(runs.rglob("seed-*.json"))]
@@ -98,17 +96,17 @@ def test_table_of_the_curve_is_what_the_results_say():
     texts = ("domain.addresses", "domain.glosses", "validation.mixed", "retention.articles")
     comparison = options_from_files(Comparison, [recipe], ["base=BASE", *(f"{text}=TEXT" for text in texts)])
     heading, *rows = table_rows(comparison, found)
-    assert rows_of(f"| {' | '.join(heading)} |") == rows
+    assert table_cells(f"| {' | '.join(heading)} |") == rows
 
 
 @pytest.mark.parametrize("table", CONTROLS_OF)
-def test_the_table_of_null_controls_is_what_the_results_say(table):
+def test_controls_table_is_what_the_results_say(table):
     controls = {
         (one.control_of, one.control, rate_name(one.rate)): one
         for one in results(CONTROLS_OF[table])
         if one.control is not None
     }
-    rows = rows_of(table)
+    rows = table_cells(table)
     assert {row[0] for row in rows} == {variant for variant, _, _ in controls}
     for name, *cells in rows:
         itself = chosen(CONTROLS_OF[table], name)[0]
@@ -116,16 +114,16 @@ def test_the_table_of_null_controls_is_what_the_results_say(table):
         assert cells == ["not kept" if one is None else f"{fall(one, 'addresses'):.3f}" for one in runs]
 
 
-def test_the_row_of_domains_on_a_second_model_is_what_the_run_says():
+def test_second_model_row_is_what_the_run_says():
     run = ROOT / "experiments/results/gemma-3-270m-stages/hier-ffn.jsonl"
-    *_, end, _ = (json.loads(line) for line in run.read_text(encoding="utf-8").splitlines())
+    *_, end, _ = json_rows(run)
     *gained, articles = end["gains"].values()
-    (row,) = (row for row in rows_of("| variant | rate | gained |") if "on Gemma-3-270M" in row[0])
+    (row,) = (row for row in table_cells("| variant | rate | gained |") if "on Gemma-3-270M" in row[0])
     numbers = [sum(gained) / len(gained), end["backward_transfer"]]
     assert row[2:] == [*(f"{each:.3f}".removesuffix(".000") for each in numbers), f"{-articles:+.3f}"]
 
 
-def test_the_table_of_base_kl_is_what_the_results_say():
+def test_base_kl_table_is_what_the_results_say():
     with (ROOT / "experiments" / "results" / "base_kl.csv").open(encoding="utf-8", newline="") as file:
         base, *rows = csv.DictReader(file)
     runs: dict[tuple[str, str, str], list[dict[str, str]]] = defaultdict(list)
@@ -142,21 +140,21 @@ def test_the_table_of_base_kl_is_what_the_results_say():
         expected.append(
             [variant, rate, f"{float(weight):g}", str(len(own)), spreads[0].replace("+", "", 1), *spreads[1:]]
         )
-    assert sorted(rows_of("| variant | rate | `base_kl` |")) == sorted(expected)
+    assert sorted(table_cells("| variant | rate | `base_kl` |")) == sorted(expected)
 
 
 @pytest.mark.parametrize(("page", "paragraph"), STATED, ids=[f"{page.stem}-{i}" for i, (page, _) in enumerate(STATED)])
-def test_other_pages_repeat_numbers_of_the_tables_alone(page, paragraph):
+def test_pages_repeat_only_numbers_of_the_tables(page, paragraph):
     """What stands behind a link to the log is the log's."""
     stated = re.findall(r"(?<![\d.])0\.\d+", paragraph.partition("LOG.md")[0])
     known = [float(number) for number in re.findall(r"0\.\d+", MEASURED)]
     assert [one for one in stated if float(one) not in {round(number, len(one) - 2) for number in known}] == []
 
 
-def test_the_first_page_says_what_the_table_says_of_each_variant():
+def test_readme_repeats_the_table_of_variants():
     (paragraph,) = (text for page, text in STATED if page.name == "README.md" and "held-out loss" in text)
     stated = re.findall(r"(0\.\d{3})[^\d`]*? with (?:`([\w-]+)`|(LoRA))", paragraph)
-    learned = {row[0]: float(row[3].partition(" ")[0]) for row in rows_of("| variant | trains |")}
+    learned = {row[0]: float(row[3].partition(" ")[0]) for row in table_cells("| variant | trains |")}
     assert len(stated) == len(re.findall(r"0\.\d{3}", paragraph)) == 4
     assert all(number == f"{learned[name or lora.lower()]:.3f}" for number, name, lora in stated)
 
@@ -176,83 +174,45 @@ def counts_of(page: Path, heading: str) -> list[list[int]]:
 
 
 def answers(kind: str) -> list[dict]:
-    file = ROOT / "experiments" / "results" / "smollm2-135m-instruct-facts" / f"{kind}.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return json_rows(ROOT / "experiments" / "results" / "smollm2-135m-instruct-facts" / f"{kind}.jsonl")
+
+
+HEADER = " | base | text in front | packs | packs, name in front |"
+UNDER = f"|{HEADER}\n|---|---|---|---|---|\n| "
+ELEMENTS = ("name last", "place", "element number", "protons", "behind a paragraph", "symbol", "weight")
+TALKS = ("second question", "linked number", "linked name", "two at once", "something else afterwards")
+SMALL, LARGE = (f"../qwen2.5-coder-{size}-instruct-facts/" for size in ("0.5b", "1.5b"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "key", "heading", "columns"),
+    ("kind", "heading", "columns"),
     [
+        ("elements", f"| of 40{HEADER}", (*ELEMENTS, "number in a chat", "protons in a chat")),
+        ("../gemma-3-270m-facts/elements", f"| of 20{HEADER}", ELEMENTS),
+        ("conversations", f"| SmolLM2, of 16{HEADER}", TALKS),
+        (f"{SMALL}conversations", f"| Qwen2.5-Coder-0.5B, of 16{HEADER}", TALKS),
+        (f"{LARGE}conversations", f"| Qwen2.5-Coder-1.5B, of 16{HEADER}", TALKS),
+        (f"{LARGE}code", f"| Qwen2.5-Coder-1.5B, of 12{HEADER}", ("fact", "line of code")),
+        ("uneven", f"{UNDER}in a chat", ("in a chat", "alone")),
+        ("uneven-2", f"{UNDER}are right in a chat", ("in a chat", "alone")),
         (
-            "elements",
-            "right",
-            "| of 40 | base | text in front | packs | packs, name in front |",
+            *("beliefs", f"{UNDER}followed"),
             (
-                *("name last", "place", "element number", "protons", "behind a paragraph", "symbol", "weight"),
-                *("number in a chat", "protons in a chat"),
+                *("followed", "likelier", "other wordings", "likelier, other wordings"),
+                *("negation", "neighbours", "other facts"),
             ),
-        ),
-        *(
-            (
-                f"{folder}conversations",
-                "right",
-                f"| {model}, of 16 | base | text in front | packs | packs, name in front |",
-                ("second question", "linked number", "linked name", "two at once", "something else afterwards"),
-            )
-            for folder, model in (
-                ("", "SmolLM2"),
-                ("../qwen2.5-coder-0.5b-instruct-facts/", "Qwen2.5-Coder-0.5B"),
-                ("../qwen2.5-coder-1.5b-instruct-facts/", "Qwen2.5-Coder-1.5B"),
-            )
-        ),
-        (
-            "../qwen2.5-coder-1.5b-instruct-facts/code",
-            "right",
-            "| Qwen2.5-Coder-1.5B, of 12 | base | text in front | packs | packs, name in front |",
-            ("fact", "line of code"),
-        ),
-        (
-            "beliefs",
-            "counts",
-            "| | base | text in front | packs | packs, name in front |\n|---|---|---|---|---|\n| followed",
-            (
-                "followed",
-                "likelier",
-                "other wordings",
-                "likelier, other wordings",
-                "negation",
-                "neighbours",
-                "other facts",
-            ),
-        ),
-        (
-            "uneven",
-            "right",
-            "| | base | text in front | packs | packs, name in front |\n|---|---|---|---|---|\n| in a chat",
-            ("in a chat", "alone"),
-        ),
-        (
-            "../gemma-3-270m-facts/elements",
-            "right",
-            "| of 20 | base | text in front | packs | packs, name in front |",
-            ("name last", "place", "element number", "protons", "behind a paragraph", "symbol", "weight"),
-        ),
-        (
-            "uneven-2",
-            "right",
-            "| | base | text in front | packs | packs, name in front |\n|---|---|---|---|---|\n| are right in a chat",
-            ("in a chat", "alone"),
         ),
     ],
 )
-def test_tables_of_packs_are_what_the_results_say_at_every_size(kind, key, heading, columns):
+def test_packs_tables_are_what_the_results_say(kind, heading, columns):
+    """At every size."""
     cells = counts_of(ROOT / "experiments" / "packs.md", heading)
     for at, model in enumerate(MODELS):
-        found = [[line[key][column][0] for column in columns] for line in answers(kind) if line["model"] == model]
-        assert found and all(numbers == [row[at] for row in cells] for numbers in found)
+        lines = [line.get("counts", line.get("right")) for line in answers(kind) if line["model"] == model]
+        assert lines and all([line[column][0] for column in columns] == [row[at] for row in cells] for line in lines)
 
 
-def test_the_table_on_the_page_of_packs_is_what_the_results_say():
+def test_packs_page_table_is_what_the_results_say():
     cells = counts_of(ROOT / "docs" / "methods" / "packs.md", "| right | of |")
     shown = [
         *(("elements", column) for column in ("number in a chat", "protons in a chat", "name last")),

@@ -32,14 +32,14 @@ def index_row(method: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
-def test_every_page_is_in_the_index():
+def test_methods_index_has_every_page():
     assert {page.name for page in PAGES} == {
         name for method in SHIPPED for name in re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[0])
     }
 
 
 @pytest.mark.parametrize("method", SHIPPED)
-def test_every_method_for_work_is_in_the_decision_table_with_its_page(method):
+def test_decision_table_has_every_method_for_work(method):
     if f"| [{method}](" in RESEARCH:
         assert "(methods/research.md)" in CHOOSING.partition("\n## ")[0]
         return
@@ -49,14 +49,14 @@ def test_every_method_for_work_is_in_the_decision_table_with_its_page(method):
     assert any(f"(methods/{page})" in line for line in decisions)
 
 
-def test_the_first_page_counts_the_methods_that_start_exactly_at_the_base():
+def test_readme_counts_methods_that_start_at_the_base():
     exact = [name for name in SHIPPED if METHODS[name].identity and METHODS[name].identity_except is None]
     readme = (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
     assert f"With {len(exact)} of {len(SHIPPED)} methods the new model's outputs equal the base's" in readme
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_pages_have_the_same_sections_and_describe_their_picture(page):
+def test_method_pages_have_the_same_sections(page):
     text = page.read_text(encoding="utf-8")
     assert re.findall(r"^## (.+)$", text, flags=re.MULTILINE) == SECTIONS
     (description,) = re.findall(rf"^!\[(.+)\]\(\.\./images/architecture-{page.stem}\.svg\)$", text, flags=re.MULTILINE)
@@ -100,7 +100,7 @@ def costs_row(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("method", SHIPPED)
-def test_costs_of_the_tables_are_those_of_a_dry_run(method, tmp_path):
+def test_table_costs_are_those_of_a_dry_run(method, tmp_path):
     small, middle = (
         upscale(
             base=write_config(tmp_path / name, config),
@@ -129,7 +129,7 @@ def test_costs_of_the_tables_are_those_of_a_dry_run(method, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["full", "LoRA", "QLoRA"])
-def test_costs_of_training_without_a_method_follow_from_the_sizes(name):
+def test_costs_without_a_method_follow_from_the_sizes(name):
     """LoRA of rank 16 on all projections; QLoRA has these in NF4."""
     expected = []
     for config in (LLAMA_3_2_1B, LLAMA_3_2_3B):

@@ -93,7 +93,7 @@ def mistakes(line: str) -> list[str]:
     return results
 
 
-def test_what_pages_notebooks_and_recipes_show_exists():
+def test_pages_and_recipes_show_what_exists():
     lines = {page: commands_in(page) for page in (*pages(), *NOTEBOOKS, *RECIPES)}
     assert sum(map(len, lines.values())) > 150
     assert [(page, line, wrong) for page in lines for line in lines[page] if (wrong := mistakes(line))] == []
@@ -107,15 +107,14 @@ def test_what_pages_notebooks_and_recipes_show_exists():
         ("midus look usage MODEL --signed", "--signed"),
         ("midus train recipe.yaml --models DIR", "--models"),
         ("midus compare compare.yaml --set bases=DIR", "no key 'bases'"),
-        ("upscale --base DIR --methode moc", "--methode"),
     ],
 )
-def test_mistakes_are_noticed(line, mistake):
+def test_mistakes_in_commands_are_noticed(line, mistake):
     assert mistakes(line) == [mistake]
 
 
 @pytest.mark.parametrize("page", [*pages(), *NOTEBOOKS])
-def test_python_on_a_page_compiles_and_imports_names_that_exist(page):
+def test_page_python_imports_names_that_exist(page):
     """Hold pieces of Python to the names of the packages; whole scripts are run by the tests of their pages."""
     pieces = [block.text for block in blocks_in(text_of(page), page) if block.language == "python"]
     for node in (node for piece in pieces for node in ast.walk(ast.parse(piece))):
@@ -124,7 +123,7 @@ def test_python_on_a_page_compiles_and_imports_names_that_exist(page):
             assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], node.module
 
 
-def test_a_block_names_its_language_and_is_run_or_marked():
+def test_blocks_name_a_language_and_are_run_or_marked():
     assert {block.language for block in BLOCKS} <= {*RUN_LANGUAGES, *SHOWN_LANGUAGES}
     takes = re.compile(r"^from tests\.docs\.snippets import .*\btake\b", flags=re.MULTILINE)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -135,17 +134,15 @@ def test_a_block_names_its_language_and_is_run_or_marked():
     assert not wrong, "give its page a session in tests/docs/test_sessions.py, or mark it: <!-- not run: needs ... -->"
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.marks], ids=str)
-def test_a_mark_says_what_is_needed_and_fits_the_block(block):
-    for mark in block.marks:
-        assert mark.reason.startswith("needs ")
-        assert any(line.startswith(mark.beginning) for line in block.text.splitlines())
-    assert block.is_marked or any(block.commands), "mark the whole block"
-
-
-def test_every_mark_stands_right_before_a_block():
+def test_marks_say_what_is_needed():
+    for block in (block for block in BLOCKS if block.marks):
+        for mark in block.marks:
+            assert mark.reason.startswith("needs "), block
+            assert any(line.startswith(mark.beginning) for line in block.text.splitlines()), block
+        assert block.is_marked or any(block.commands), f"mark the whole block {block}"
     marks = {page: len(re.findall(r"^<!-- not run", text_of(page), flags=re.MULTILINE)) for page in pages()}
-    assert marks == {page: sum(len(block.marks) for block in blocks_of(page)) for page in pages()}
+    read = {page: sum(len(block.marks) for block in blocks_of(page)) for page in pages()}
+    assert marks == read, "a mark stands right before a block"
 
 
 SOURCES = [file for folder in ("midus_hf", "upscalers", "scripts", "demo") for file in ROOT.glob(f"{folder}/**/*.py")]
@@ -155,7 +152,7 @@ NEEDED = {"midus train": "train", "midus eval": "eval", "midus cluster": "cluste
 NEEDED |= {"python -m material": "material"}
 
 
-def test_the_package_is_installed_from_a_clone_with_extras_that_exist():
+def test_pages_install_from_a_clone_with_known_extras():
     code = [file.read_text() for file in SOURCES]
     shown = [text_of(page) for page in (*pages(), *NOTEBOOKS) if page.startswith(("README", "docs", "notebooks"))]
     assert [text for text in (*code, *shown) if FROM_A_REGISTRY.search(text)] == []
@@ -165,14 +162,14 @@ def test_the_package_is_installed_from_a_clone_with_extras_that_exist():
     assert install_extra("ot") == "in the clone of midus_hf, run: pip install -c constraints.txt -e '.[ot]'"
 
 
-def test_what_the_first_page_installs_is_what_it_uses():
+def test_readme_installs_what_it_uses():
     readme = text_of("README.md")
     (extras,) = re.findall(r"pip install -c constraints\.txt -e '\.\[([\w,]+)\]'", readme)
     use = readme.partition("## Use")[2].partition("## Methods")[0]
     assert {extra for command, extra in NEEDED.items() if command in use} == {*extras.split(",")}
 
 
-def test_pages_say_what_works_in_the_clone_alone():
+def test_pages_say_what_needs_the_clone():
     """But that of benchmarks, which quotes commands of this repository throughout."""
     files_of_the_clone = re.compile(r"(configs|scripts)/|python -m (material|demo|benchmarks)")
     of_users = {"README.md", *(page for page in pages() if page.startswith("docs/"))} - {"docs/benchmarks.md"}
@@ -180,7 +177,7 @@ def test_pages_say_what_works_in_the_clone_alone():
     assert needing and [page for page in needing if "root of the clone" not in text_of(page)] == []
 
 
-def test_pages_name_the_model_of_their_figures_as_it_is_and_one_says_what_it_is():
+def test_pages_name_the_model_of_their_figures():
     told = text_of("docs/benchmarks.md")
     assert [text for text in (f"`{PACKAGE.name}` {PACKAGE.version}", GGUF_NAME, GGUF_SHA256) if text not in told] == []
     bare = re.compile(r"SmolLM2-135M(?!-Instruct)")
@@ -201,7 +198,7 @@ def says(text: str, quoted: str) -> bool:
     return all(part in text for part in parts) and bool(re.match(rf"\W*{pattern}", text, flags=re.DOTALL))
 
 
-def test_messages_that_the_page_on_troubleshooting_quotes_are_those_of_the_code():
+def test_troubleshooting_quotes_messages_of_the_code():
     nodes = (node for file in SOURCES for node in ast.walk(ast.parse(file.read_text())))
     strings = [template(node) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
     blocks = [block.text for block in blocks_of("docs/troubleshooting.md") if block.language == "text"]

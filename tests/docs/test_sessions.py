@@ -414,7 +414,7 @@ def run_blocks(blocks: list[Block], session: Session, folder: Path, programs: di
 
 
 @pytest.mark.parametrize("page", by_default(SESSIONS.keys() - LONG, SESSIONS))
-def test_blocks_of_a_page_run_in_order(page, room, upscaled, tmp_path, monkeypatch):
+def test_page_blocks_run_in_order(page, room, upscaled, tmp_path, monkeypatch):
     session = SESSIONS[page]
     folder = shutil.copytree(room, tmp_path / "room", symlinks=True)
     for name, method in session.models.items():
@@ -426,13 +426,13 @@ def test_blocks_of_a_page_run_in_order(page, room, upscaled, tmp_path, monkeypat
     run_blocks(BLOCKS[page], session, folder, PROGRAMS)
 
 
-def test_every_replaced_piece_is_on_its_page():
+def test_replaced_pieces_are_on_their_page():
     texts = {page: "".join(block.text for block in blocks) for page, blocks in BLOCKS.items()}
     pieces = [(page, piece) for page in texts for piece in SESSIONS[page].replace]
     assert [(page, piece) for page, piece in pieces if piece not in texts[page]] == []
 
 
-def test_the_dry_run_of_the_page_on_upscaling_prints_what_the_page_shows(room, monkeypatch):
+def test_upscale_page_shows_what_a_dry_run_prints(room, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     (block,) = [block for block in BLOCKS["docs/upscale.md"] if block.language == "console"]
     done = run_shell(replaced("\n".join(block.commands), Session(LLAMA_CONFIG)), room, PROGRAMS)
@@ -442,7 +442,7 @@ def test_the_dry_run_of_the_page_on_upscaling_prints_what_the_page_shows(room, m
 
 
 @pytest.mark.parametrize("blocks", SHARED, ids=lambda blocks: blocks[0].page)
-def test_a_shared_model_loads_where_the_package_is_not_imported(blocks, upscaled, tmp_path):
+def test_shared_model_loads_without_the_package(blocks, upscaled, tmp_path):
     for name in ("smollm2-hml", "trained"):
         shutil.copytree(upscaled("midus-hml"), tmp_path / name)
     (block,) = blocks
@@ -452,7 +452,7 @@ def test_a_shared_model_loads_where_the_package_is_not_imported(blocks, upscaled
 
 @pytest.mark.material
 @pytest.mark.product
-def test_the_quickstart_runs_on_the_base_that_it_fetches(tmp_path, monkeypatch):
+def test_quickstart_runs_on_the_base_it_fetches(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
     (tmp_path / "configs").symlink_to(ROOT / "configs")

@@ -9,20 +9,14 @@ from pathlib import Path
 
 import pytest
 from evaluation.byte_models import save_byte_model
+from tiny import json_rows
 
 from experiments.facts import __main__ as main
 from experiments.facts import asked, beliefs, entries, picture, questions
 from upscalers import upscale
 
 
-def test_entries_are_written_to_a_folder_that_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(questions, "ABOUT", {"elements": lambda: ([{"name": "gold", "text": "Au"}], {})})
-    monkeypatch.setattr(sys, "argv", ["facts", "--write", str(tmp_path / "new" / "folder")])
-    main.main()
-    assert json.loads((tmp_path / "new" / "folder" / "elements.jsonl").read_text()) == {"name": "gold", "text": "Au"}
-
-
-def test_every_entry_states_what_is_asked_of_it():
+def test_entries_state_what_is_asked():
     known = entries.entries_of_elements()
     assert [each["number"] for each in known] == list(range(1, 119))
     assert all(str(each["number"]) in each["text"] and each["symbol"] in each["text"] for each in known)
@@ -34,37 +28,21 @@ def test_every_entry_states_what_is_asked_of_it():
 
 
 @pytest.mark.parametrize(
-    ("is_right", "answers"),
+    ("is_right", "right", "wrong"),
     [
-        (
-            questions.first_number(11),
-            {
-                " 11.\n": True,
-                " the 11th of 12": True,
-                " 12, not 11": False,
-                " -11": False,
-                " 11,000": False,
-                " unknown": False,
-            },
-        ),
-        (questions.first_number(22.99, 0.1), {" 22.9 g": True, " 23": True, " 24.3": False}),
-        (
-            questions.begins_with(["Na"]),
-            {" Na.": True, ": Na": True, " na": False, " NaCl": False, " Na+": False, "": False},
-        ),
-        (questions.begins_with([".af", "93"]), {" .af": True, " 93 and": True, " 930": False, " of .af": False}),
-        (
-            questions.has(["0.8", "Wim"]),
-            {"It is 0.8 %.": True, "WIM does": True, "10.8": False, "0.85": False, "Wimke": False},
-        ),
+        (questions.first_number(11), (" 11.\n", " the 11th of 12"), (" 12, not 11", " -11", " 11,000", " unknown")),
+        (questions.first_number(22.99, 0.1), (" 22.9 g", " 23"), (" 24.3",)),
+        (questions.begins_with(["Na"]), (" Na.", ": Na"), (" na", " NaCl", " Na+", "")),
+        (questions.begins_with([".af", "93"]), (" .af", " 93 and"), (" 930", " of .af")),
+        (questions.has(["0.8", "Wim"]), ("It is 0.8 %.", "WIM does"), ("10.8", "0.85", "Wimke")),
     ],
     ids=["number", "weight", "symbol", "value", "within"],
 )
-def test_right_answers(is_right, answers):
-    assert {answer: is_right(answer) for answer in answers} == answers
+def test_right_answers(is_right, right, wrong):
+    assert all(map(is_right, right)) and not any(map(is_right, wrong))
 
 
-def test_a_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
+def test_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     save_byte_model("llama", tmp_path / "base", max_position_embeddings=2048)
     few = entries.entries_of_elements()[:5]
     rows = [{key: each[key] for key in ("name", "text")} for each in few]
@@ -90,21 +68,7 @@ def test_a_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     assert model["right"]["one of four"][1] == len(few)
 
 
-def test_lines_of_lists_and_repeated_tokens_are_counted(monkeypatch):
-    model = asked.Asked.__new__(asked.Asked)
-    model.in_front = asked.InFront([{"name": "iron", "text": "A metal."}], asked.the_text)
-    model.tokenizer = lambda texts: {"input_ids": [[1, 2, 3, 4, 1, 2, 3, 4]]}
-    prompts = []
-    made = [" Gold: 79\n- gold: 79\n- iron: 26\n- tin: 5\nSee tin\n- zinc: 30"]
-    monkeypatch.setattr(model, "continued", lambda texts, tokens: prompts.extend(texts) or made)
-    numbers = {"oxygen": 8, "iron": 26, "gold": 79, "tin": 50, "zinc": 30}
-    known = [{"name": name, "number": number} for name, number in numbers.items()]
-    assert model.lists(known) == {"right": 1, "wrong": 1, "repeated": 2}
-    assert prompts[0].startswith("A metal.\n\nA list") and prompts[0].endswith("- oxygen: 8\n- iron: 26\n-")
-    assert model.repeats(known) == 0.2
-
-
-def test_models_that_differ_by_a_seed_are_one_point_of_the_picture(tmp_path, monkeypatch):
+def test_seeds_are_one_point_of_the_picture(tmp_path, monkeypatch):
     def line(model, right, touched, others):
         counts = {"place": [right, 10], "element number": [right, 10], "symbol": [0, 10]}
         articles = {"articles with a name": {"nats": touched}, "articles without": {"nats": others}}
@@ -127,7 +91,7 @@ def test_models_that_differ_by_a_seed_are_one_point_of_the_picture(tmp_path, mon
     assert [text.get_text() for text in axes.texts] == ["base, text in front"]
 
 
-def test_what_a_second_text_says_the_first_does_not():
+def test_two_hop_answers_stand_only_in_second_texts():
     firsts = [each for each in entries.entries_of_two_hops() if "behind" in each]
     seconds = {each["name"]: each for each in entries.entries_of_two_hops() if "behind" not in each}
     assert len(firsts) == len(seconds) == len({each["port"] for each in firsts}) == 20
@@ -142,7 +106,7 @@ def test_what_a_second_text_says_the_first_does_not():
 
 
 @pytest.mark.parametrize("file", ["uneven.jsonl", "uneven_2.jsonl"])
-def test_uneven_texts_hold_the_answers_and_questions_the_names(file):
+def test_uneven_texts_hold_the_answers(file):
     known = entries.entries_in(file)
     names = asked.InFront(known, asked.the_name)
     assert 15 <= len(known) <= 20 and sum(len(each["questions"]) for each in known) == 31
@@ -174,7 +138,7 @@ def test_conversations_ask_for_what_texts_say():
             assert not kind.startswith("linked") or not each.is_right(linked)
 
 
-def test_code_is_right_that_calls_as_the_text_says():
+def test_right_code_calls_as_the_text_says():
     known = entries.entries_in("code.jsonl")
     names, kinds = asked.InFront(known, asked.the_name), questions.of_conversations(known)
     assert {kind: len(of_kind) for kind, of_kind in kinds.items()} == {"fact": 12, "line of code": 12}
@@ -193,7 +157,7 @@ def test_code_is_right_that_calls_as_the_text_says():
         assert names(fact.prompt) == names(line.prompt) == asked.the_name(entry)
 
 
-def test_a_chat_has_the_messages_before_a_question(tmp_path):
+def test_chat_has_the_messages_before_a_question(tmp_path):
     model = asked.Asked.__new__(asked.Asked)
     model.in_front = asked.InFront([{"name": "Vesper", "text": "In hall 4."}], asked.the_name_and_text)
     question = questions.Question("When?", None, is_chat=True, before=("Where is Vesper?", "Vesper is in hall 4."))
@@ -204,35 +168,25 @@ def test_a_chat_has_the_messages_before_a_question(tmp_path):
     ]
 
 
-def test_names_that_are_made_up_are_all_different():
-    assert len({each["name"] for each in entries.made_up_entries(10_000)}) == 10_000
-    with pytest.raises(
-        ValueError, match=r"20000 names are to be made up; expected at most 14080\. Ask for smaller glossaries"
-    ):
-        entries.made_up_entries(20_000)
+def counterfact(prompt: str, subject: str, words: list[str], paraphrases: list[str], neighbours: list[str]) -> dict:
+    targets = {f"target_{kind}": {"str": word} for kind, word in zip(("new", "true"), words, strict=True)}
+    rewrite = {"prompt": prompt, "subject": subject, **targets}
+    return {"requested_rewrite": rewrite, "paraphrase_prompts": paraphrases, "neighborhood_prompts": neighbours}
 
 
 COUNTERFACT = [
-    {
-        "requested_rewrite": {
-            "prompt": "The river {} flows through",
-            "subject": "Aalbeck",
-            "target_new": {"str": "Mornheim"},
-            "target_true": {"str": "Tolvik"},
-        },
-        "paraphrase_prompts": ["Rain fell. A town on the Aalbeck is", "The Aalbeck can be seen in"],
-        "neighborhood_prompts": ["The river Orrin flows through", "The Lunde flows through"],
-    },
-    {
-        "requested_rewrite": {
-            "prompt": "{}'s trade is",
-            "subject": "Ida Vreeland",
-            "target_new": {"str": "law"},
-            "target_true": {"str": "glass"},
-        },
-        "paraphrase_prompts": ["By trade, Ida Vreeland was in"],
-        "neighborhood_prompts": ["Otto Brack's trade is"],
-    },
+    counterfact(
+        "The river {} flows through",
+        "Aalbeck",
+        ["Mornheim", "Tolvik"],
+        ["Rain fell. A town on the Aalbeck is", "The Aalbeck can be seen in"],
+        ["The river Orrin flows through", "The Lunde flows through"],
+    ),
+    counterfact(
+        *("{}'s trade is", "Ida Vreeland", ["law", "glass"]),
+        ["By trade, Ida Vreeland was in"],
+        ["Otto Brack's trade is"],
+    ),
 ]
 ZSRE = [
     {
@@ -260,10 +214,7 @@ def write_records(path: Path, records: list) -> Path:
             beliefs.edits_of_counterfact,
             COUNTERFACT,
             beliefs.Edit(
-                "Aalbeck",
-                "The river Aalbeck flows through",
-                "Mornheim",
-                "Tolvik",
+                *("Aalbeck", "The river Aalbeck flows through", "Mornheim", "Tolvik"),
                 ("Rain fell. A town on the Aalbeck is", "The Aalbeck can be seen in"),
                 ("The river Orrin flows through", "The Lunde flows through"),
             ),
@@ -272,10 +223,7 @@ def write_records(path: Path, records: list) -> Path:
             beliefs.edits_of_zsre,
             ZSRE,
             beliefs.Edit(
-                "Ostley bridge",
-                "Who built the Ostley bridge?",
-                "Cora Finch",
-                "Abel Morgan",
+                *("Ostley bridge", "Who built the Ostley bridge?", "Cora Finch", "Abel Morgan"),
                 ("The Ostley bridge was built by whom?",),
                 ("nq question: who lives on the moon",),
             ),
@@ -283,7 +231,7 @@ def write_records(path: Path, records: list) -> Path:
     ],
     ids=["counterfact", "zsre"],
 )
-def test_files_of_edits_are_read_and_a_record_without_a_field_is_refused(read, records, edit, tmp_path):
+def test_edits_are_read_and_incomplete_records_refused(read, records, edit, tmp_path):
     found = read(write_records(tmp_path / "records.json", records))
     assert found[0] == edit and len(found) == 2
     assert found[0].entry == {"name": edit.name, "text": f"{edit.prompt} {edit.new}."}
@@ -315,7 +263,7 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("sizes", [[], ["1", "5"]], ids=["no sizes", "sizes"])
-def test_edits_of_a_file_are_asked_of_glossaries_of_each_size(models, sizes, tmp_path, monkeypatch, capsys):
+def test_edits_are_asked_of_each_size(models, sizes, tmp_path, monkeypatch, capsys):
     base, model = map(str, models)
     path = write_records(tmp_path / "records.json", COUNTERFACT)
     words = [base, model, "--counterfact", str(path), "--in-front", "--names-in-front"]
@@ -334,14 +282,8 @@ def test_edits_of_a_file_are_asked_of_glossaries_of_each_size(models, sizes, tmp
     rows = [label for label in ("base, text in front", model, f"{model}, {named}") for _ in sizes or [0]]
     assert [line["model"] for line in lines] == ["base", *rows]
     assert [line.get("entries") for line in lines] == [None, *[*map(int, sizes or ["2"])] * 3]
-    of = {
-        "followed": 2,
-        "likelier": 2,
-        "other wordings": 3,
-        "likelier, other wordings": 3,
-        "negation": 1,
-        "neighbours": 3,
-    }
+    of = dict.fromkeys(("followed", "likelier"), 2) | {"negation": 1}
+    of |= dict.fromkeys(("other wordings", "likelier, other wordings", "neighbours"), 3)
     assert all({column: count for column, (_, count) in line["counts"].items()} == of for line in lines)
     assert all(line["counts"]["neighbours"] == [3, 3] for line in lines)
     sizes_given = [len(each) for each in given if each is not None]
@@ -349,41 +291,38 @@ def test_edits_of_a_file_are_asked_of_glossaries_of_each_size(models, sizes, tmp
     assert {*given[-1]} >= {"Aalbeck", "Ida Vreeland"} and "gold" not in given[-1]
 
 
-def test_a_glossary_that_is_too_small_is_refused(models, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--zsre RECORDS --entries 3", "--entries is 3; expected 1, or at least the 4"),
+        ("--entries 3", "--entries is for beliefs; expected --about beliefs"),
+        ("--at-most 0", "--at-most is 0; expected 1 or more"),
+        ("--at-most 9 --about beliefs", "--at-most is 9; expected 1 or more"),
+    ],
+)
+def test_wrong_options_are_refused(words, message, models, tmp_path, monkeypatch, capsys):
     path = write_records(tmp_path / "records.json", ZSRE * 2)
-    for words, message in (
-        (["--zsre", str(path), "--entries", "3"], "--entries is 3; expected 1, or at least the 4 that are asked for"),
-        (["--entries", "3"], "--entries is for beliefs; expected --about beliefs, or a file of edits"),
-        (["--at-most", "0"], "--at-most is 0; expected 1 or more questions of a kind, and not of beliefs"),
-        (
-            ["--at-most", "9", "--about", "beliefs"],
-            "--at-most is 9; expected 1 or more questions of a kind, and not of",
-        ),
-    ):
-        monkeypatch.setattr(sys, "argv", ["facts", str(models[0]), *words])
-        with pytest.raises(SystemExit, match="2"):
-            main.main()
-        assert message in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["facts", str(models[0]), *words.replace("RECORDS", str(path)).split()])
+    with pytest.raises(SystemExit, match="2"):
+        main.main()
+    assert message in capsys.readouterr().err
 
 
 class Knowing:
     """A base that knows capitals and symbols."""
 
     def __init__(self, capitals: int):
-        known = [
-            row
-            for row in entries.json_lines(beliefs.factbook().questions / "facts.jsonl")
-            if row["field"] == "capital"
-        ]
-        self.answers = {f"The capital of {row['country']} is": f" {row['answers'][0]}." for row in known[:capitals]}
-        symbols = {f"The chemical symbol for {row['name']} is": row["symbol"] for row in entries.entries_of_elements()}
-        self.answers |= symbols
+        facts = json_rows(beliefs.factbook().questions / "facts.jsonl")
+        known = [row for row in facts if row["field"] == "capital"][:capitals]
+        self.answers = {f"The capital of {row['country']} is": f" {row['answers'][0]}." for row in known}
+        for row in entries.entries_of_elements():
+            self.answers[f"The chemical symbol for {row['name']} is"] = row["symbol"]
 
     def continued(self, prompts, tokens):
         return [self.answers.get(prompt, " unknown") for prompt in prompts]
 
 
-def test_what_the_base_believes_is_exchanged_within_its_relation():
+def test_base_beliefs_are_exchanged_within_a_relation():
     edits = beliefs.edits_of_beliefs(Knowing(30))
     assert edits == beliefs.edits_of_beliefs(Knowing(30))
     for prompt in ("The capital of", "The chemical symbol for"):
@@ -393,13 +332,11 @@ def test_what_the_base_believes_is_exchanged_within_its_relation():
         named = {each.prompt for each in own}
         assert all(each.neighbours[0].startswith(prompt) and each.neighbours[0] not in named for each in own)
         assert all(dict(each.prompts())["negation"] == f"{each.prompt} not" for each in own)
-    with pytest.raises(
-        ValueError, match=r"the base answers 0 times rightly to 'The capital of \{name\} is'; expected three"
-    ):
+    with pytest.raises(ValueError, match="the base answers 0 times rightly"):
         beliefs.edits_of_beliefs(Knowing(0))
 
 
-def test_columns_count_new_answers_and_those_of_the_base(monkeypatch):
+def test_columns_count_answers(monkeypatch):
     class Told:
         """Answers from a table, without a glossary."""
 
@@ -422,39 +359,17 @@ def test_columns_count_new_answers_and_those_of_the_base(monkeypatch):
             return [self.likelihoods[pair] for pair in pairs]
 
     edit = beliefs.Edit("A", "A is", "new", "old", ("A goes", "A comes"), ("B is", "C is"), ("A has",))
-    before = {
-        "A is": "old",
-        "A goes": "old",
-        "A comes": "?",
-        "A is not": "no",
-        "B is": " b.",
-        "C is": "c",
-        "A has": "d",
-    }
-    after = {
-        **before,
-        "A is": " new.",
-        "A comes": "new",
-        "A is not": "new",
-        "B is": "b, or",
-        "C is": "new",
-        "A has": "",
-    }
+    prompts = ("A is", "A goes", "A comes", "A is not", "B is", "C is", "A has")
+    before = dict(zip(prompts, ("old", "old", "?", "no", " b.", "c", "d"), strict=True))
+    after = dict(zip(prompts, (" new.", "old", "new", "new", "b, or", "new", ""), strict=True))
     likelihoods = {(prompt, f" {word}"): 0.0 for prompt in before for word in ("new", "old")}
     likelihoods |= {("A is", " new"): 1.0, ("A goes", " old"): 1.0, ("A comes", " new"): 1.0}
     counts = beliefs.report(Told(after, likelihoods), Told(before, {}), [edit])
-    assert counts == {
-        "followed": [1, 1],
-        "negation": [1, 1],
-        "other wordings": [1, 2],
-        "neighbours": [1, 2],
-        "other facts": [0, 1],
-        "likelier": [1, 1],
-        "likelier, other wordings": [1, 2],
-    }
+    expected = {key: [1, 1] for key in ("followed", "negation", "likelier")} | {"other facts": [0, 1]}
+    assert counts == expected | {key: [1, 2] for key in ("other wordings", "neighbours", "likelier, other wordings")}
 
 
-def test_likelihoods_are_those_of_the_answer_alone(models):
+def test_likelihoods_are_of_the_answer_only(models):
     import torch
 
     model = asked.Asked(str(models[0])).behind(lambda prompt: "In front. ")
@@ -467,7 +382,7 @@ def test_likelihoods_are_those_of_the_answer_alone(models):
 
 
 @pytest.mark.parametrize("about", ["two-hop", "uneven", "conversations"])
-def test_kinds_without_articles_are_asked_of_a_model_that_takes_their_entries(models, about, monkeypatch, capsys):
+def test_kinds_without_articles_are_asked(models, about, monkeypatch, capsys):
     words = ["--about", about, "--in-front", "--names-in-front", "--at-most", "1"]
     monkeypatch.setattr(sys, "argv", ["facts", *map(str, models), *words])
     main.main()

@@ -18,7 +18,7 @@ RESULTS = "model-index:\n- name: x\n  results:\n  - task: {type: a}\n\n# a comme
         ("", "'model-index' : [\n  {name: x}]\n", "b: ü\n"),
     ],
 )
-def test_results_are_left_out_and_it_is_said(before, results, after, newline, capsys):
+def test_card_results_are_left_out_with_a_note(before, results, after, newline, capsys):
     body = "# Title\n---\nmodel-index:\n- of the text\n---\n"
     with_results, without = (
         f"---\n{before}{middle}{after}---\n{body}".replace("\n", newline) for middle in (results, "")
@@ -30,6 +30,6 @@ def test_results_are_left_out_and_it_is_said(before, results, after, newline, ca
 
 
 @pytest.mark.parametrize("card", ["", "model-index:\n", "---\na: 1\n---\nmodel-index:\n- x\n", "---\nmodel-index:\n"])
-def test_a_card_without_results_stays_as_it_is(card, capsys):
+def test_card_without_results_is_unchanged(card, capsys):
     assert without_results(card, "training") == card
     assert not capsys.readouterr().err

@@ -44,7 +44,7 @@ runs/events.out.tfevents.1 runs/Nov21/events.out.tfevents.1 runs/events .env .gi
 
 
 @pytest.mark.parametrize("name", OURS + FOREIGN)
-def test_whose_a_file_is(name, tmp_path):
+def test_file_owners_are_known(name, tmp_path):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("x")
     assert (not foreign_files(tmp_path, EVERY)) is (name in OURS)
@@ -55,7 +55,7 @@ NOT_SOUND = ["no JSON", "[]", "{}", '{"weight_map": 1}', '{"weight_map": {"a": [
 
 
 @pytest.mark.parametrize("text", [json.dumps({"weight_map": dict(enumerate(NAMES))}), *NOT_SOUND])
-def test_an_index_names_only_weights_that_lie_beside_it_and_nothing_where_it_is_not_sound(tmp_path, text):
+def test_index_names_only_weights_in_its_folder(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     for name in ("one.safetensors", "others.safetensors"):
         (tmp_path / name).touch()
@@ -65,10 +65,9 @@ def test_an_index_names_only_weights_that_lie_beside_it_and_nothing_where_it_is_
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["LlamaTokenizer", "Qwen2Tokenizer", "GemmaTokenizer", "GPT2Tokenizer", "T5Tokenizer", "TokenizersBackend"],
+    "name", ["LlamaTokenizer", "GemmaTokenizer", "GPT2Tokenizer", "T5Tokenizer", "TokenizersBackend"]
 )
-def test_the_files_of_tokenizers_are_known(name):
+def test_tokenizer_files_are_known(name):
     files = tokenizer_class_from_name(name).vocab_files_names.values()
     assert files and all(is_of(file, TOKENIZER) for file in files)
 
@@ -93,7 +92,7 @@ def name_code(folder, **configs):
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def test_code_that_configs_name_is_followed_as_transformers_follows_it(tmp_path):
+def test_code_is_followed_as_transformers_does(tmp_path):
     folder = tmp_path / "base"
     name_code(
         folder,
@@ -122,7 +121,7 @@ def test_code_that_configs_name_is_followed_as_transformers_follows_it(tmp_path)
         (None, []),
     ],
 )
-def test_only_plain_names_of_files_in_the_folder_are_code_of_it(tmp_path, auto_map, followed):
+def test_only_plain_names_are_code(tmp_path, auto_map, followed):
     (tmp_path / "outside.py").touch()
     name_code(tmp_path / "base", tokenizer_config=auto_map)
     (tmp_path / "base" / ".hidden.py").touch()
@@ -134,16 +133,13 @@ def test_only_plain_names_of_files_in_the_folder_are_code_of_it(tmp_path, auto_m
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab12' * 16}\nsize 17477929\n"
 
 
-def test_lfs_pointers_are_refused_by_name(tmp_path):
+def test_lfs_pointers_are_refused(tmp_path):
     refuse_lfs_pointers(tmp_path / "absent", WEIGHTS)
     index = '{"weight_map": {"a": "part-a.safetensors", "b": "b.safetensors", "c": "c.safetensors"}}'
     (tmp_path / "model.safetensors.index.json").write_text(index)
     for name in ("part-a.safetensors", "b.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text(POINTER)
-    message = (
-        rf"^b.safetensors, part-a.safetensors of {tmp_path} are Git LFS pointers, not the files; expected what git-lfs downloads. "
-        r"Run git lfs pull there\.$"
-    )
+    message = f"^b.safetensors, part-a.safetensors of {tmp_path} are Git LFS pointers, .* Run git lfs pull"
     for other in ("", POINTER[:23], f"a text about {POINTER}"):
         (tmp_path / "c.safetensors").write_text(other)
         with pytest.raises(ValueError, match=message):

@@ -16,11 +16,9 @@ from midus_hf.files.json_text import read_json
         (None, "No such file or directory"),
     ],
 )
-def test_a_file_that_is_not_json_is_refused_by_its_path(content, reason, tmp_path):
+def test_unreadable_json_is_refused_by_its_path(content, reason, tmp_path):
     path = tmp_path / "config.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(
-        ValueError, match=rf"^{re.escape(str(path))} is not JSON, or cannot be read \(.*{reason}.*\)\. Repair or"
-    ):
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))} is not JSON, or cannot be read \(.*{reason}"):
         read_json(path)

@@ -11,7 +11,7 @@ import pytest
 from midus_hf.files.outputs import OutputFolder, atomic_write, exclusive, unfinished_path
 
 
-def test_it_takes_the_place_of_the_old_one_when_it_is_complete_and_not_after_an_error(tmp_path):
+def test_atomic_write_replaces_only_when_complete(tmp_path):
     path = tmp_path / "record.json"
     path.write_text("old")
     with pytest.raises(KeyError), atomic_write(path) as partial:
@@ -24,7 +24,7 @@ def test_it_takes_the_place_of_the_old_one_when_it_is_complete_and_not_after_an_
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_half_of_a_file_that_a_killed_process_left_is_no_part_of_the_next_one(tmp_path):
+def test_killed_write_leaves_nothing_to_the_next(tmp_path):
     child = os.fork()
     if not child:
         with atomic_write(tmp_path / "record.json") as partial:
@@ -40,7 +40,7 @@ def test_half_of_a_file_that_a_killed_process_left_is_no_part_of_the_next_one(tm
 
 @pytest.mark.parametrize("writing", [atomic_write, lambda path: OutputFolder(path).writing()], ids=["file", "folder"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_persons_files_of_names_like_those_of_ours_are_left_untouched(writing, fails, tmp_path):
+def test_user_files_of_similar_names_stay(writing, fails, tmp_path):
     names = (".record.partial", ".record.midus-mine", "record.midus-partial", ".other.midus-partial")
     for name in names:
         (tmp_path / name).write_text("mine")
@@ -50,7 +50,7 @@ def test_a_persons_files_of_names_like_those_of_ours_are_left_untouched(writing,
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 4
 
 
-def test_what_another_process_writes_for_the_same_place_is_left_to_it(tmp_path):
+def test_concurrent_write_is_refused(tmp_path):
     path = tmp_path / "record.json"
     with atomic_write(path) as first:
         first.write_text("first")
@@ -59,7 +59,7 @@ def test_what_another_process_writes_for_the_same_place_is_left_to_it(tmp_path):
     assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
 
 
-def test_who_may_read_a_file_is_as_for_any_other(tmp_path):
+def test_written_file_has_usual_permissions(tmp_path):
     before = os.umask(0o027)
     try:
         with atomic_write(tmp_path / "record.json") as partial:
@@ -69,7 +69,7 @@ def test_who_may_read_a_file_is_as_for_any_other(tmp_path):
     assert (tmp_path / "record.json").stat().st_mode & 0o777 == 0o640
 
 
-def test_what_another_process_begins_once_a_file_or_folder_was_moved_is_left_to_it(tmp_path, monkeypatch):
+def test_later_writer_is_left_alone(tmp_path, monkeypatch):
     replace, rename = os.replace, Path.rename
 
     def replaced(partial, path):
@@ -92,7 +92,7 @@ def test_what_another_process_begins_once_a_file_or_folder_was_moved_is_left_to_
     assert (unfinished_path(tmp_path / "out") / "weights").read_text() == "another"
 
 
-def test_one_has_a_folder_at_a_time(tmp_path):
+def test_folder_has_one_writer_at_a_time(tmp_path):
     folder, busy = tmp_path / "deep" / "out", ValueError("busy")
     with exclusive(folder, busy):
         with pytest.raises(ValueError, match="busy"), exclusive(folder, busy):
@@ -108,7 +108,7 @@ def test_one_has_a_folder_at_a_time(tmp_path):
         os.waitpid(child, 0)
 
 
-def test_without_locks_in_the_file_system_work_goes_on_and_a_line_says_so(tmp_path, monkeypatch, capsys):
+def test_missing_file_locks_give_a_note(tmp_path, monkeypatch, capsys):
     def none(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

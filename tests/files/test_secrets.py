@@ -16,32 +16,23 @@ LONG = "hf_" + "abcdefghij" * 3
         *((key, False) for key in ("length_key", "sub_key", "tokens", "eos_token_id", "keys", "tokenizer", 3)),
     ],
 )
-def test_a_key_names_a_secret_by_its_ending(key, is_secret):
+def test_key_names_a_secret_by_its_ending(key, is_secret):
     assert names_secret(key) is is_secret
 
 
-def test_secrets_are_hidden_at_any_depth_and_nothing_else_is():
-    inner = {"dtype": "auto", "inner": [{"secret": {"user": ["a", 3, True, None]}}]}
-    values = {
-        "hub_token": "abc",
-        "pad_token": "<pad>",
-        "model_init_kwargs": {"token": "abc", **inner},
-        "api_key": 7,
-        "password": "",
-        "corpus": ("hf_SECRETSECRET", "https://jane:pass@host/texts", "hf_datasets/texts", "org/model@main"),
-    }
-    hidden = without_secrets(values)
-    assert hidden == {
-        **values,
-        "hub_token": "<hidden>",
-        "model_init_kwargs": {
-            "token": "<hidden>",
-            **inner,
-            "inner": [{"secret": {"user": ["<hidden>", 3, True, None]}}],
-        },
-        "corpus": ("<hidden>", "https://<hidden>@host/texts", "hf_datasets/texts", "org/model@main"),
-    }
-    assert values["hub_token"] == "abc" and without_secrets(hidden) == hidden
+def test_secrets_are_hidden_at_any_depth():
+    def values(secret: str, text: str = "hf_SECRETSECRET", user: str = "jane:pass") -> dict:
+        inner = {"dtype": "auto", "inner": [{"secret": {"user": [secret, 3, True, None]}}]}
+        return {
+            **{"hub_token": secret, "pad_token": "<pad>", "api_key": 7, "password": ""},
+            "model_init_kwargs": {"token": secret, **inner},
+            "corpus": (text, f"https://{user}@host/texts", "hf_datasets/texts", "org/model@main"),
+        }
+
+    given = values("abc")
+    hidden = without_secrets(given)
+    assert hidden == values("<hidden>", "<hidden>", "<hidden>") and given == values("abc")
+    assert without_secrets(hidden) == hidden
 
 
 @pytest.mark.parametrize(
@@ -55,11 +46,11 @@ def test_secrets_are_hidden_at_any_depth_and_nothing_else_is():
         ("it has no key: texts", "it has no key: texts"),
     ],
 )
-def test_secrets_are_hidden_within_texts(text, shown):
+def test_secrets_are_hidden_in_texts(text, shown):
     assert without_secrets(text) == shown
 
 
-def test_records_name_the_home_folder_by_a_tilde(monkeypatch, tmp_path):
+def test_records_name_the_home_by_a_tilde(monkeypatch, tmp_path):
     home = tmp_path / "jane"
     monkeypatch.setenv("HOME", str(home))
     others = [f"{home}t/x", f"/mnt{home}/x"]

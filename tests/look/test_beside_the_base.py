@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from look.upscaled_folders import METHODS, acting, loaded, saved_pair, saved_with_bank
-from tiny import prompt, save_tiny_model
+from tiny import logits, prompt, save_tiny_model
 from training.tiny_run import refused
 
 from midus_hf.anatomy.record import record_of
@@ -19,11 +19,6 @@ from upscalers.runs.upscale import upscale
 TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1, seed=3)[0]], [0, 1, 2])
 
 
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(prompt(), use_cache=False).logits
-
-
 def state_of(model) -> list:
     """What a context could leave behind: hooks, and the attributes of layers that are no modules."""
     return [
@@ -33,7 +28,7 @@ def state_of(model) -> list:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_without_all_parts_a_model_is_its_base_and_then_itself_again_also_if_the_work_fails(family, method):
+def test_model_without_its_parts_is_its_base(family, method):
     base, folder = saved_pair(family, method)
     model = acting(loaded(folder))
     usual, state = logits(model), state_of(model)
@@ -64,14 +59,14 @@ def test_parts_are_named_by_what_they_are():
     assert added["moc"][2] == Part("chapters bank 0 (layers 0, 2)", "bank", (0, 2), "chapters")
 
 
-def test_slots_are_written_while_the_depth_is_not_read():
+def test_depth_slots_are_written_while_unread():
     base, folder = saved_pair("llama", "moda", attention_slots="projected")
     model = acting(loaded(folder))
     with switched_off(model, ModelView(model).parts):
         assert torch.equal(logits(model), logits(loaded(base)))
 
 
-def test_of_a_model_that_was_upscaled_twice_the_last_time_counts(tmp_path):
+def test_second_upscaling_is_the_one_switched_off(tmp_path):
     _, first = saved_pair("llama", "midus-hml")
     acting(loaded(first)).save_pretrained(tmp_path / "trained")
     options = {**METHODS["moc"], "layers": [0, 5]}
@@ -85,7 +80,7 @@ def test_of_a_model_that_was_upscaled_twice_the_last_time_counts(tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_losses_are_those_of_the_model_without_each_part(method):
+def test_ablation_losses_are_those_without_each_part(method):
     base, folder = saved_pair("llama", method)
     model = acting(loaded(folder))
     parts, state = ModelView(model).parts, state_of(model)
@@ -104,7 +99,7 @@ def test_losses_are_those_of_the_model_without_each_part(method):
         assert row.effect.standard_error > 0
 
 
-def test_rows_fetch_by_the_path_of_their_document(tmp_path):
+def test_ablation_fetches_by_each_documents_path(tmp_path):
     base = save_tiny_model("llama", tmp_path / "base")
     model = loaded(saved_with_bank(base, tmp_path).model)
     rows = replace(TEXT, paths=torch.tensor([[0, 1], [1, 4], [2, 6]]))
@@ -116,13 +111,12 @@ def test_rows_fetch_by_the_path_of_their_document(tmp_path):
 @pytest.mark.parametrize(
     ("part", "missing"),
     [
-        (Part("typo 1", "memory", (1,), "typo"), "typo layer 1"),
         (Part("typo bank", "bank", (0, 1), "typo"), "typo layer 0"),
         (Part("layer 99", "layer", (99,)), "decoder layer 99"),
     ],
     ids=str,
 )
-def test_a_part_that_the_model_does_not_have_is_refused_at_once(part, missing):
+def test_unknown_part_is_refused(part, missing):
     model = loaded(saved_pair("llama", "moc")[1])
     before = state_of(model)
     with refused(f"part is '{part.name}', and the model has no {missing}; expected a part of this"):
@@ -130,7 +124,7 @@ def test_a_part_that_the_model_does_not_have_is_refused_at_once(part, missing):
     assert state_of(model) == before
 
 
-def test_a_report_has_every_number():
+def test_ablation_report_has_every_number():
     pytest.importorskip("matplotlib")
     model = acting(loaded(saved_pair("llama", "midus-hml")[1]))
     result = ablate(model, [TEXT, TextRows("other", TEXT.rows[:2], TEXT.documents[:2])])
@@ -149,7 +143,7 @@ def test_a_report_has_every_number():
     assert max(result.effects[:4], key=lambda row: abs(row.effect.difference)).part + " changes it most" in finding
 
 
-def test_a_model_that_lacks_layers_of_its_base_is_not_called_the_base_without_its_parts():
+def test_model_without_base_layers_is_not_called_the_base():
     model = loaded(saved_pair("llama", "midus-hml")[1])
     model.config.upscale["plan"].pop(0)
     assert ablation_table(ablate(model, [TEXT])).rows[-1][0] == "loss of the remaining model"

@@ -35,7 +35,7 @@ def read(model: Any, text: TextRows, batch_size: int = 4) -> list[DepthReading]:
 @pytest.mark.parametrize(
     ("of_family", "attention"), [("llama", "eager"), ("llama", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa")]
 )
-def test_shares_are_what_values_are_multiplied_with(of_family, kind, attention):
+def test_depth_shares_are_what_values_are_multiplied_with(of_family, kind, attention):
     model, native, text = depth_model(of_family, kind), tiny_model(of_family, torch.float64), rows(12)
     model.set_attn_implementation(attention)
     add_depth(native, model)
@@ -51,7 +51,7 @@ def test_shares_are_what_values_are_multiplied_with(of_family, kind, attention):
             torch.testing.assert_close(weights.sum(-1), expected.sequence_share, rtol=1e-5, atol=1e-6)
 
 
-def test_slots_are_told_by_the_layer_that_wrote_them():
+def test_depth_slots_name_the_layer_that_wrote_them():
     def slots_of(kind):
         with record_depth(depth_model(kind=kind)) as readings:
             return {reading.layer: [str(slot) for slot in reading.slots] for reading in readings}
@@ -63,7 +63,7 @@ def test_slots_are_told_by_the_layer_that_wrote_them():
 
 @pytest.mark.parametrize("kind", ["default", "projected"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_batches_and_padding_change_nothing(attention, kind):
+def test_depth_readings_ignore_batches_and_padding(attention, kind):
     model, text = depth_model(kind=kind), rows(12, 9, 4)
     model.set_attn_implementation(attention)
     together, alone = (read(model, text, batch_size=size) for size in (3, 1))
@@ -88,7 +88,7 @@ def test_padding_in_front_is_not_counted():
         torch.testing.assert_close(reading.shares, alone.shares)
 
 
-def test_a_closed_gate_reads_nothing_of_the_depth_unless_it_is_added():
+def test_closed_gate_reads_no_depth_unless_added():
     ones, zeros = torch.ones(HEADS, dtype=torch.float64), torch.zeros(HEADS, dtype=torch.float64)
     for kind, acting, gates, depth, sequence in (
         ("reused", False, zeros, zeros, ones),
@@ -103,7 +103,7 @@ def test_a_closed_gate_reads_nothing_of_the_depth_unless_it_is_added():
             assert depth is not None or depth_shares.min() > 0
 
 
-def test_reports_name_what_is_read_most():
+def test_depth_table_names_what_is_read_most():
     readings = read(depth_model(kind="reused"), rows(12))
     first, last, rest = readings[0], readings[-1], depth_rows(readings)[0]
     assert rest["shares"] == first.shares.tolist() and rest["slots"][1] == {"layer": 0, "source": "ffn"}
@@ -126,7 +126,7 @@ def test_generation_is_recorded_from_a_cache():
 
 @pytest.mark.parametrize("kind", ["default", "reused", "projected"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_map_of_a_head_has_shares_of_tokens_that_are_those_that_are_recorded_and_add_up(attention, kind):
+def test_head_map_agrees_with_recorded_shares(attention, kind):
     model, text = depth_model(kind=kind), rows(9)
     model.set_attn_implementation(attention)
     *_, reading = read(model, text)
@@ -142,7 +142,7 @@ def test_the_map_of_a_head_has_shares_of_tokens_that_are_those_that_are_recorded
         assert result.depth[:, -1].mean().item() == pytest.approx(reading.shares[head, -1].item())
 
 
-def test_without_the_depth_a_map_is_the_attention_of_the_model_which_stays_as_it_was():
+def test_map_without_depth_is_the_models_attention():
     model, row = depth_model(kind="reused", acting=False), rows(9).rows[0]
     model.set_attn_implementation("eager")
     weights = model(row[None], output_attentions=True).attentions
@@ -154,11 +154,11 @@ def test_without_the_depth_a_map_is_the_attention_of_the_model_which_stays_as_it
     assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
 
 
-def test_attention_is_asked_only_for_what_it_tells():
+def test_unreadable_attention_is_refused():
     query, divisor = torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3)
     attention = SequenceHeads(None, lambda *_: (None, divisor), "flex_attention", query, None, None, None, {})
     assert torch.equal(attention.log_sum(), divisor)
-    with refused(r"attention 'flex_attention' has masks that do not say what each query reads; exp"):
+    with refused("attention 'flex_attention' has masks that do not say what each query reads"):
         attention.shares(0)
     with refused(r"attention 'flash_attention_2' on cpu exposes no log-sum-exp"):
         replace(attention, implementation="flash_attention_2").log_sum()

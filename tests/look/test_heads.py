@@ -43,7 +43,7 @@ def by_definition(model, answer: Answer) -> torch.Tensor:
     return slopes.abs().sum(-1)
 
 
-def test_importance_is_what_a_gate_on_each_head_and_token_would_feel(family):
+def test_head_importance_is_the_gradient_of_a_gate(family):
     model = tiny_model(family, torch.float64).eval()
     model.model.layers[0].requires_grad_(False)
     before = [parameter.requires_grad for parameter in model.parameters()]
@@ -58,7 +58,7 @@ def test_importance_is_what_a_gate_on_each_head_and_token_would_feel(family):
     assert (result.answers, result.layers, result.base_layers) == (2, [0, 1, 2, 3], [0, 1, 2, 3])
 
 
-def test_packs_that_answers_open_count():
+def test_opened_packs_count_for_heads():
     model = pack_model("llama", torch.float64)
     result = head_importance(model, ANSWERS)
     absolute = sum(by_definition(model, answer) for answer in ANSWERS)
@@ -67,7 +67,7 @@ def test_packs_that_answers_open_count():
         assert not torch.allclose(head_importance(model, ANSWERS).absolute, result.absolute)
 
 
-def test_a_memory_that_starts_at_the_base_leaves_its_heads_as_important():
+def test_memory_at_the_base_leaves_heads_as_important():
     before, after = (head_importance(loaded(folder), ANSWERS) for folder in saved_pair("llama", "midus-hml"))
     assert (after.layers, after.base_layers) == ([0, 2, 3, 5], [0, 1, 2, 3]), "memories read heads as they are"
     torch.testing.assert_close(after.absolute, before.absolute, rtol=1e-4, atol=1e-8)
@@ -75,14 +75,14 @@ def test_a_memory_that_starts_at_the_base_leaves_its_heads_as_important():
 
 
 @pytest.mark.parametrize("prompt_tokens", [0, 3, None])
-def test_what_cannot_be_measured_is_refused(prompt_tokens):
+def test_unmeasurable_answers_are_refused(prompt_tokens):
     answers = [] if prompt_tokens is None else [Answer(torch.tensor([3, 4, 5]), prompt_tokens)]
     some = f"an answer has 3 tokens, of which the prompt has {prompt_tokens}; expected some of each"
     with refused(some if answers else "there is no answer to measure; expected one or more"):
         head_importance(tiny_model("llama"), answers)
 
 
-def test_a_report_has_every_number():
+def test_heads_report_has_every_number():
     result = head_importance(tiny_model("llama").eval(), ANSWERS)
     rows, scores = json.loads(json.dumps(heads_rows("a", result))), result.absolute
     assert torch.tensor([row["importance"] for row in rows], dtype=torch.float64).equal(scores)

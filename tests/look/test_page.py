@@ -9,7 +9,7 @@ import pytest
 from midus_hf.look.page import Answer, TextTable
 
 
-def test_a_page_has_its_sections_in_order_and_needs_no_other_file(tmp_path):
+def test_page_has_ordered_sections_and_no_other_file(tmp_path):
     image = pytest.importorskip("matplotlib.image")
     answer = Answer(
         title="What <slots> do",

@@ -41,7 +41,7 @@ def counted_by_hand(memory, attention_output) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_counts_are_those_of_every_slot_scored_and_sorted(family, kind):
+def test_slot_counts_are_those_of_a_loop(family, kind):
     model, expected = upscaled_model(family, **KINDS[kind]), {}
     for layer in NEW_LAYERS:
 
@@ -74,7 +74,7 @@ def routed_model(family):
     return model
 
 
-def test_every_token_counts_once_for_each_chapter_that_it_opens(family):
+def test_tokens_count_once_per_opened_chapter(family):
     """Chapters 1 and 2 of the first kind, 4 and 5 of the other; the shared one, which all read, is not counted."""
     model = routed_model(family)
     with record_usage(model) as usage:
@@ -87,7 +87,7 @@ def test_every_token_counts_once_for_each_chapter_that_it_opens(family):
 
 
 @torch.no_grad()
-def test_a_compiled_model_is_counted_like_any_other():
+def test_compiled_model_is_counted():
     model, tokens = upscaled_model("llama"), prompt(length=6)
     with record_usage(model) as plain:
         expected = model(tokens).logits
@@ -100,7 +100,7 @@ def test_a_compiled_model_is_counted_like_any_other():
     torch.testing.assert_close(compiled(tokens).logits, expected)
 
 
-def test_a_wrapped_memory_is_known_by_its_layer_and_its_name():
+def test_wrapped_memory_is_known_by_its_layer():
     model = upscaled_model("llama")
     model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
     with record_usage(model) as usage, torch.no_grad():
@@ -108,7 +108,7 @@ def test_a_wrapped_memory_is_known_by_its_layer_and_its_name():
     assert list(map(str, usage)) == ["1", "4"] and all(counts.any() for counts in usage.values())
 
 
-def test_heads_are_averaged_and_the_largest_share_is_of_any_head():
+def test_usage_summary_averages_heads():
     perplexity = sum(math.prod(share**-share for share in shares) / 4 for shares in ((0.5, 0.3, 0.2), (0.5, 0.5))) / 2
     for counts, expected in (
         ([[7] * 10] * 2, (1, 1, 0.1)),
@@ -141,7 +141,7 @@ def counted(usage):
     }
 
 
-def test_tokens_that_are_read_with_a_block_are_counted_without_padding_however_rows_are_batched(fetching):
+def test_block_tokens_are_counted_without_padding(fetching):
     with record_usage(fetching) as usage, torch.no_grad():
         fetching(torch.arange(1, 4)[None], memory_ids=torch.tensor([[1, 4, 13]], dtype=torch.int16))
     assert counted(usage) == {FIRST: {1: 3}, THIRD: {13: 3}}
@@ -158,7 +158,7 @@ def test_tokens_that_are_read_with_a_block_are_counted_without_padding_however_r
     assert lines[1] == {"text": "text", "memory": FIRST, "head": 0, "number": 1, "count": 13}
 
 
-def test_the_generic_memory_and_texts_that_fetch_nothing_are_not_counted(tmp_path):
+def test_generic_memory_is_not_counted(tmp_path):
     model = hierarchical_model("llama", "hier-ffn", tmp_path, without_ids="generic")
     tokens = torch.arange(1, 7)[None].expand(2, -1)
     with record_usage(model) as usage, torch.no_grad():
@@ -167,7 +167,7 @@ def test_the_generic_memory_and_texts_that_fetch_nothing_are_not_counted(tmp_pat
     assert counted(usage) == {FIRST: {1: 6}, THIRD: {13: 6}}
 
 
-def test_what_a_model_refuses_is_refused_in_its_words_and_not_counted(fetching):
+def test_refused_pass_is_not_counted(fetching):
     tokens, ids = torch.arange(1, 4)[None], torch.tensor([[1, 4, 27]])
     with record_usage(fetching) as usage, refused("memory_ids has 27 for level 3 in row 0; expected 0 to 26"):
         fetching(tokens, memory_ids=ids)

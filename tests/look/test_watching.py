@@ -66,7 +66,7 @@ def watch(request) -> Watch:
     return WATCHES[request.param]
 
 
-def test_a_model_computes_what_it_did_and_keeps_nothing(watch, tmp_path):
+def test_watched_model_computes_the_same_and_keeps_no_hook(watch, tmp_path):
     model = watch.model(tmp_path)
     with torch.no_grad():
         usual, before = model(ROW, **watch.inputs).logits, hooks_and_attributes(model)
@@ -82,7 +82,7 @@ def test_a_model_computes_what_it_did_and_keeps_nothing(watch, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["float32", "bfloat16", "checkpointed", "reentrant"])
-def test_losses_gradients_and_running_statistics_are_what_they_were_and_each_token_counts_once(watch, how, tmp_path):
+def test_watched_training_is_unchanged_and_counts_once(watch, how, tmp_path):
     results = []
     for number, context in enumerate((contextlib.nullcontext, watch.record)):
         model = watch.model(tmp_path / str(number)).train()
@@ -100,7 +100,7 @@ def test_losses_gradients_and_running_statistics_are_what_they_were_and_each_tok
     assert watch.tokens(recorded) == {5}
 
 
-def test_a_generated_token_counts_once(watch, tmp_path):
+def test_generated_token_counts_once(watch, tmp_path):
     model = watch.model(tmp_path)
     with watch.record(model) as recorded:
         model.generate(ROW, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0, **watch.inputs)

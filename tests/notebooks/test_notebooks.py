@@ -83,7 +83,7 @@ def assert_claims_hold(name: str, outputs: list[list[Output]]) -> None:
 
 @pytest.mark.material
 @pytest.mark.parametrize("name", by_default(["tour", "train_and_look_inside"], CLAIMS))
-def test_it_runs_in_jupyter_on_a_tiny_base(name, tmp_path, monkeypatch):
+def test_notebook_runs_on_a_tiny_base(name, tmp_path, monkeypatch):
     notebook = read(name)
     for cell in code_cells(notebook):
         for pattern, instead in SMALLER.items():
@@ -105,7 +105,7 @@ def test_kept_outputs_are_of_one_whole_run(name):
     assert not any("\x1b" in text or _PATH_OF_A_MACHINE.search(text) for text in texts)
 
 
-def test_every_notebook_is_run_and_its_links_lead_to_files():
+def test_notebooks_are_run_and_link_to_files():
     assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == set(CLAIMS)
     for name in CLAIMS:
         texts = [cell.source for cell in read(name).cells if cell.cell_type == "markdown"]
@@ -116,7 +116,7 @@ def test_every_notebook_is_run_and_its_links_lead_to_files():
 @pytest.mark.material
 @pytest.mark.product
 @pytest.mark.parametrize("name", CLAIMS)
-def test_it_runs_in_jupyter_on_the_base_that_it_fetches(name, tmp_path, monkeypatch):
+def test_notebook_runs_on_the_base_it_fetches(name, tmp_path, monkeypatch):
     notebook = read(name)
     kept = kept_outputs(notebook)
     outputs = executed(notebook, tmp_path, monkeypatch)

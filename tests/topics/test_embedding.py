@@ -31,7 +31,7 @@ def embed_by_hand(folder, text: str, max_tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("batch_size", "max_tokens", "told"), [(1, 24, [1] * 6), (4, 8, [4, 2]), (64, None, [6])])
-def test_each_row_is_that_of_its_text_alone_and_progress_is_told_of_every_text(bert, batch_size, max_tokens, told):
+def test_text_embeds_the_same_in_any_batch(bert, batch_size, max_tokens, told):
     embedder, done = TextEmbedder(bert, batch_size=batch_size, max_tokens=max_tokens), []
     rows = embedder.embed(TEXTS, done.append)
     assert done == told and embedder.embed([]).shape == (0, WIDTH)
@@ -42,7 +42,7 @@ def test_each_row_is_that_of_its_text_alone_and_progress_is_told_of_every_text(b
     torch.testing.assert_close(rows.norm(dim=-1), torch.ones(6))
 
 
-def test_the_fingerprint_is_that_of_weights_and_vocabulary(fresh, tmp_path):
+def test_fingerprint_is_of_weights_and_vocabulary(fresh, tmp_path):
     first = TextEmbedder(str(fresh)).fingerprint
     (tmp_path / "moved").mkdir()
     moved = fresh.rename(tmp_path / "moved" / "model")
@@ -53,7 +53,7 @@ def test_the_fingerprint_is_that_of_weights_and_vocabulary(fresh, tmp_path):
     assert TextEmbedder(str(save_tiny_bert(tmp_path / "other", seed=1))).fingerprint != first
 
 
-def test_without_the_files_of_sentence_transformers_the_mean_is_taken_of_all_positions(fresh):
+def test_without_pooling_files_the_mean_is_taken(fresh):
     rows = TextEmbedder(str(fresh)).embed(TEXTS[:2])
     for name in ("1_Pooling/config.json", "sentence_bert_config.json", "modules.json"):
         (fresh / name).unlink()
@@ -68,24 +68,22 @@ POOLING = "1_Pooling/config.json"
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (POOLING, {"pooling_mode_cls_token": True}, r"whose files name cls_token; expected .* with the mean of tokens\. Choose"),
-        (POOLING, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "whose files name max_tokens; expected"),
-        (POOLING, {"pooling_mode": "lasttoken"}, "whose files name lasttoken; expected"),
-        ("modules.json", [{"type": "models.Dense"}], "name Dense; expected Transformer, Pooling, Normalize alone"),
-        ("config.json", {"model_type": "nothing"}, r"which cannot be loaded: "),
+        (POOLING, {"pooling_mode_cls_token": True}, "name cls_token; expected .* the mean of tokens"),
+        (POOLING, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "name max_tokens; expected"),
+        (POOLING, {"pooling_mode": "lasttoken"}, "name lasttoken; expected"),
+        ("modules.json", [{"type": "models.Dense"}], "name Dense; expected Transformer, Pooling, Normalize"),
+        ("config.json", {"model_type": "nothing"}, "which cannot be loaded: "),
+        ("model.safetensors", None, r"lacks 1 of its tensors, such as encoder\.layer\.0\.output\.dense\.weight"),
     ],
-)  # fmt: skip
-def test_a_model_of_another_kind_is_refused(fresh, file, content, message):
-    (fresh / file).write_text(json.dumps(content))
+)
+def test_unsuitable_models_are_refused(fresh, file, content, message):
+    if content is None:
+        tensors = load_file(fresh / file)
+        del tensors["encoder.layer.0.output.dense.weight"]
+        save_file(tensors, fresh / file)
+    else:
+        (fresh / file).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
-        TextEmbedder(str(fresh))
-
-
-def test_a_model_that_is_not_whole_is_refused(fresh):
-    tensors = load_file(fresh / "model.safetensors")
-    del tensors["encoder.layer.0.output.dense.weight"]
-    save_file(tensors, fresh / "model.safetensors")
-    with pytest.raises(ValueError, match=r"lacks 1 of its tensors, such as encoder\.layer\.0\.output\.dense\.weight"):
         TextEmbedder(str(fresh))
 
 
@@ -94,13 +92,12 @@ def test_a_model_that_is_not_whole_is_refused(fresh):
     [
         ({"model": "absent/model"}, "embedding model is 'absent/model', which cannot be loaded: "),
         ({"device": "abacus"}, "device is 'abacus', which cannot be used here"),
-        ({"device": "cuda:99"}, "device is 'cuda:99', which cannot be used here"),
-        ({"max_tokens": 2}, "max_tokens is 2; expected a number from 3 to 64, the model's"),
-        ({"max_tokens": 65}, "max_tokens is 65; expected a number from 3 to 64, the model's"),
-        ({"batch_size": 0}, r"batch_size is 0; expected at least 1 text\."),
+        ({"max_tokens": 2}, "max_tokens is 2; expected a number from 3 to 64"),
+        ({"max_tokens": 65}, "max_tokens is 65; expected a number from 3 to 64"),
+        ({"batch_size": 0}, r"batch_size is 0; expected at least 1"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(bert, options, message):
+def test_unsuitable_options_are_refused(bert, options, message):
     with pytest.raises(ValueError, match=message):
         TextEmbedder(**{"model": bert, **options})
 
@@ -108,7 +105,7 @@ def test_options_that_do_not_fit_are_refused(bert, options, message):
 MANY = [f"w{index} w{index + 1} w{index // 2}" for index in range(30)]
 
 
-def test_texts_that_are_near_no_topic_have_the_path_of_the_generic_memory(embedder):
+def test_far_texts_take_the_generic_path(embedder):
     rows = embedder.embed(MANY)
     centroids = [rows[:3], rows[3:12]]
     cosines = torch.nn.functional.normalize(rows, dim=-1) @ torch.nn.functional.normalize(rows[:3], dim=-1).T
@@ -123,7 +120,7 @@ def test_texts_that_are_near_no_topic_have_the_path_of_the_generic_memory(embedd
         assert torch.equal(MemoryRetriever(tree, embedder).paths(MANY), free.paths(rows))
 
 
-def test_a_saved_tree_finds_its_model_again_also_from_another_folder(tmp_path, monkeypatch):
+def test_saved_tree_finds_its_model_from_another_folder(tmp_path, monkeypatch):
     folder = save_tiny_bert(tmp_path / "near" / "model")
     monkeypatch.chdir(folder.parent)
     name, usual = lasting_name("model"), TextEmbedder("model", max_tokens=12)
@@ -138,29 +135,27 @@ def test_a_saved_tree_finds_its_model_again_also_from_another_folder(tmp_path, m
     assert (paths[:-2] >= 0).all() and (paths[-2:] == -1).all(), "a blank text is about nothing"
 
 
-def test_a_model_that_has_moved_is_named_anew_in_the_trees_record_and_another_is_refused(tmp_path):
+def test_moved_model_is_named_anew_and_another_refused(tmp_path):
     folder = save_tiny_bert(tmp_path / "gone")
     tree = random_tree(width=WIDTH, origin=TreeOrigin(str(folder), TextEmbedder(str(folder)).fingerprint))
     tree.save(tmp_path / "tree")
     file = tmp_path / "tree" / "tree.json"
 
     def rename(model):
-        file.write_text(json.dumps({**json.loads(file.read_text()), "embedding_model": str(model)}))
+        file.write_text(json.dumps({**json.loads(file.read_text()), "embedding_model": model}))
 
     moved = folder.rename(tmp_path / "moved")
-    message = rf"with the embedding model '{folder}', which is not there; .* as embedding_model in {file}\."
-    with pytest.raises(ValueError, match=message):
-        MemoryRetriever.load(tmp_path / "tree")
-    rename(moved)
+    message = rf"embedding model '{folder}', which is not there; .* as embedding_model in {file}\."
+    for name, refusal in (
+        (str(folder), message),
+        (None, "does not say which model embeds its texts; .* as embedding_model"),
+    ):
+        rename(name)
+        with pytest.raises(ValueError, match=refusal):
+            MemoryRetriever.load(tmp_path / "tree")
+    rename(str(moved))
     loaded = MemoryRetriever.load(tmp_path / "tree")
     assert loaded.embedder.name == str(moved) and loaded.tree.fingerprint == tree.fingerprint
-    rename(save_tiny_bert(tmp_path / "other", seed=1))
-    with pytest.raises(ValueError, match=r"has the fingerprint .*\.\.\.; expected .*, with which the tree was built"):
+    rename(str(save_tiny_bert(tmp_path / "other", seed=1)))
+    with pytest.raises(ValueError, match=r"has the fingerprint .*; expected .*, with which the tree was built"):
         MemoryRetriever.load(tmp_path / "tree")
-
-
-def test_a_tree_that_names_no_model_needs_one(tmp_path):
-    random_tree(width=WIDTH).save(tmp_path)
-    message = rf"does not say which model embeds its texts; .* hub id as embedding_model in {tmp_path}/tree\.json\."
-    with pytest.raises(ValueError, match=message):
-        MemoryRetriever.load(tmp_path)

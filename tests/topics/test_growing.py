@@ -7,7 +7,7 @@ import pytest
 import torch
 from banks.small_bank import layout_of, made, record_of
 from models.memory_models import IDS, hierarchical_model
-from tiny import prompt
+from tiny import json_rows, prompt
 from topics.tiny_bert import WIDTH
 from topics.trees import random_tree
 
@@ -38,7 +38,7 @@ def grown(built):
     return grow_tree(built.tree, np.concatenate([rows(0, 60), rows(5)]), OPTIONS)
 
 
-def test_a_tree_grows_beside_its_old_nodes(built, grown, tmp_path):
+def test_tree_grows_beside_its_old_nodes(built, grown, tmp_path):
     tree, old = grown.tree, built.tree
     assert tree.roots == 8 and tree.grown_from == (old.fingerprint,) and tree.fingerprint != old.fingerprint
     for before, after in zip(old.centroids, tree.centroids, strict=True):
@@ -62,7 +62,7 @@ def test_a_tree_grows_beside_its_old_nodes(built, grown, tmp_path):
         grow_tree(old, old.centroids[0].numpy(), OPTIONS)
 
 
-def test_a_bank_keeps_its_blocks_when_its_tree_grows_and_new_blocks_start(tmp_path):
+def test_grown_bank_keeps_its_blocks_and_starts_new_ones(tmp_path):
     folder = made(tmp_path / "bank")
     with_blocks = MemoryBank(folder, layout_of())
     for key in ((1, 1), (3, 5), (3, -1)):
@@ -89,7 +89,7 @@ def test_a_bank_keeps_its_blocks_when_its_tree_grows_and_new_blocks_start(tmp_pa
         assert all(torch.equal(saved.block(*key), block) for key, block in expected.items())
 
 
-def test_a_model_computes_the_same_by_old_paths_and_takes_new_ones(tmp_path):
+def test_grown_model_computes_the_same_by_old_paths(tmp_path):
     model = hierarchical_model("llama", "hier-ffn", tmp_path)
     layout = model.banks.layouts["hier-ffn"]
     branching, new = layout.blocks.branching, [layout.blocks.branching]
@@ -106,7 +106,7 @@ def test_a_model_computes_the_same_by_old_paths_and_takes_new_ones(tmp_path):
         assert torch.equal(model(tokens, memory_ids=torch.tensor([new] * len(tokens))).logits, bare)
 
 
-def test_the_least_similarity_lets_texts_of_every_length_in(built):
+def test_least_similarity_lets_every_length_in(built):
     texts = [f"t{number} " * words for words in (8, 20, 300) for number in range(40)]
     generator, counts = torch.Generator().manual_seed(0), []
 
@@ -124,7 +124,7 @@ def test_the_least_similarity_lets_texts_of_every_length_in(built):
     assert held_out.sum() == 200 and held_out_rows(39, 0) is None and held_out_rows(10**6, 0).sum() == 512
 
 
-def test_the_command_grows_a_tree_and_assign_keeps_the_names_of_files(bert, tmp_path, capsys):
+def test_command_grows_a_tree_and_assign_names_files(bert, tmp_path, capsys):
     for name, first in (("old", 0), ("new", 30)):
         (tmp_path / name / "deep").mkdir(parents=True)
         for number in range(24):
@@ -143,23 +143,22 @@ def test_the_command_grows_a_tree_and_assign_keeps_the_names_of_files(bert, tmp_
     assert torch.equal(grown.centroids[1][:9].nan_to_num(), old.centroids[1].nan_to_num())
     words = ["assign", "--tree", tmp_path / "grown", "--corpus", tmp_path / "new", "--output", tmp_path / "rows.jsonl"]
     assert main([*map(str, words)]) == 0
-    assigned = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row["file"] for row in assigned] == [f"deep/{number:02d}.txt" for number in range(24)]
+    assert [row["file"] for row in json_rows(tmp_path / "rows.jsonl")] == [
+        f"deep/{number:02d}.txt" for number in range(24)
+    ]
     assert main(["report", "--tree", str(tmp_path / "grown")]) == 0
     assert f"windows are those of {tmp_path / 'new'} alone, by which the tree has grown" in capsys.readouterr().err
 
 
-def test_a_tree_of_any_number_of_named_topics_grows_and_says_that_names_stay_behind(bert, tmp_path, capsys):
+def test_grown_tree_of_named_topics_says_names_are_lost(bert, tmp_path, capsys):
     origin = TreeOrigin(embedding_model=bert, tokenizer=bert, window_tokens=6)
     random_tree(branching=3201, levels=1, width=WIDTH, origin=origin, min_similarity=1.0).save(tmp_path / "named")
-    words = ["grow", str(tmp_path / "named"), "--corpus", str(tmp_path / "new"), "--output"]
+    (tmp_path / "named" / "windows").mkdir()
+    TopicNames(("topic",), {f"topic {number}": {} for number in range(3201)}).save(tmp_path / "named" / "windows")
     (tmp_path / "new").mkdir()
     for number in range(4):
         (tmp_path / "new" / f"{number}.txt").write_text(f"w{number} w{number + 5}")
-    assert main([*words, str(tmp_path / "one")]) == 0
+    words = ["grow", tmp_path / "named", "--corpus", tmp_path / "new", "--output", tmp_path / "grown"]
+    assert main([*map(str, words)]) == 0
     out, err = capsys.readouterr()
-    assert "2 new nodes in addition to 3,201" in out and "names" not in err
-    (tmp_path / "named" / "windows").mkdir()
-    TopicNames(("topic",), {f"topic {number}": {} for number in range(3201)}).save(tmp_path / "named" / "windows")
-    assert main([*words, str(tmp_path / "two")]) == 0
-    assert "the grown tree has no names of topics: assign finds paths in it by texts alone" in capsys.readouterr().err
+    assert "2 new nodes in addition to 3,201" in out and "the grown tree has no names of topics" in err

@@ -35,7 +35,7 @@ def path_by_hand(tree: ClusterTree, embedding: torch.Tensor) -> list[int]:
 
 @settings(max_examples=40)
 @given(data=st.data(), branching=st.integers(2, 4), levels=st.integers(1, 3), seed=st.integers(0, 99))
-def test_paths_are_greedy_and_avoid_what_is_empty(data, branching, levels, seed):
+def test_paths_are_greedy_and_avoid_empty_nodes(data, branching, levels, seed):
     nodes = [(level, node) for level in range(1, levels + 1) for node in range(branching**level)]
     leaf = data.draw(st.integers(0, branching**levels - 1))
     kept = {(level, leaf // branching ** (levels - level)) for level in range(1, levels + 1)}
@@ -45,7 +45,7 @@ def test_paths_are_greedy_and_avoid_what_is_empty(data, branching, levels, seed)
     assert tree.paths(embeddings).tolist() == [path_by_hand(tree, embedding) for embedding in embeddings]
 
 
-def test_a_tree_without_a_node_sends_no_text_there_and_leaves_all_others_as_they_are(tmp_path):
+def test_node_removal_keeps_other_paths(tmp_path):
     sizes = [torch.full((3**level,), 3 ** (3 - level)) for level in (1, 2, 3)]
     tree = random_tree(3, 3, sizes=sizes, min_similarity=0.1, grown_from=["older"])
     embeddings = torch.randn(200, 5, generator=torch.Generator().manual_seed(1))
@@ -70,7 +70,7 @@ def test_a_tree_without_a_node_sends_no_text_there_and_leaves_all_others_as_they
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_paths_do_not_depend_on_what_descends_along(dtype):
+def test_paths_do_not_depend_on_the_batch(dtype):
     tree = random_tree(4, 3)
     embeddings = torch.randn(700, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
     paths = tree.paths(embeddings)
@@ -80,14 +80,14 @@ def test_paths_do_not_depend_on_what_descends_along(dtype):
     assert tree.paths(embeddings[:0]).shape == (0, 3)
 
 
-def test_equally_near_children_give_the_first_and_what_is_not_finite_is_refused():
+def test_first_of_equally_near_children_is_taken():
     tree = ClusterTree(3, [torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])])
     assert tree.paths(torch.tensor([[0.3, 0.3], [0.0, 1.0]])).tolist() == [[0], [1]]
     with pytest.raises(ValueError, match=r"embeddings have values that are not finite; expected numbers"):
         tree.paths(torch.full((1, 2), torch.nan))
 
 
-def test_the_fingerprint_is_that_of_branching_and_centroids():
+def test_fingerprint_is_of_branching_and_centroids():
     tree, same, other = random_tree(), random_tree(), random_tree(seed=1)
     assert tree.fingerprint == same.fingerprint != other.fingerprint
     assert len(tree.fingerprint) == 64 and int(tree.fingerprint, 16)
@@ -102,16 +102,16 @@ def test_the_fingerprint_is_that_of_branching_and_centroids():
 @pytest.mark.parametrize(
     ("branching", "centroids", "message"),
     [
-        (2, [torch.zeros(2, 3), torch.zeros(5, 3)], r"of level 2 have the shape \(5, 3\); expected \(4, 3\), a row"),
-        (2, [torch.zeros(2, 3), torch.zeros(4, 2)], r"of level 2 have the shape \(4, 2\); expected \(4, 3\)"),
-        (2, [torch.tensor([[1.0], [torch.inf]])], r"centroids have infinite values; expected finite ones"),
-        (2, [torch.tensor([[1.0], [torch.nan]]), torch.tensor([[torch.nan]] * 2 + [[1.0]] * 2)], r"NaN on every path to a"),
+        (2, [torch.zeros(2, 3), torch.zeros(5, 3)], r"level 2 have the shape \(5, 3\); expected \(4, 3\)"),
+        (2, [torch.zeros(2, 3), torch.zeros(4, 2)], r"level 2 have the shape \(4, 2\); expected \(4, 3\)"),
+        (2, [torch.tensor([[1.0], [torch.inf]])], "infinite values; expected finite ones"),
+        (2, [torch.tensor([[1.0], [torch.nan]]), torch.tensor([[torch.nan]] * 2 + [[1.0]] * 2)], "NaN on every path"),
     ],
-)  # fmt: skip
-def test_centroids_that_make_no_tree_are_refused(branching, centroids, message):
+)
+def test_wrong_centroids_are_refused(branching, centroids, message):
     with pytest.raises(ValueError, match=message):
         ClusterTree(branching, centroids)
-    with pytest.raises(ValueError, match=r"sizes do not fit centroids; expected a"):
+    with pytest.raises(ValueError, match="sizes do not fit centroids; expected a"):
         ClusterTree(2, [torch.zeros(2, 1)], sizes=[torch.zeros(3)])
 
 
@@ -129,7 +129,7 @@ def folder(tmp_path):
     return tmp_path / "tree"
 
 
-def test_a_tree_is_read_as_it_was_and_its_record_says_what_it_is(folder):
+def test_saved_tree_loads_as_it_was(folder):
     tree, again = COUNTED, ClusterTree.load(folder)
     assert (again.branching, again.levels, again.width) == (3, 2, 5)
     assert again.origin == tree.origin and again.fingerprint == tree.fingerprint
@@ -148,7 +148,7 @@ def test_a_tree_is_read_as_it_was_and_its_record_says_what_it_is(folder):
     assert ClusterTree.load(folder).min_similarity is None
 
 
-def test_a_tree_keeps_its_empty_nodes_and_least_similarity_and_names_no_home_folder(tmp_path, monkeypatch):
+def test_saved_tree_keeps_empty_nodes_and_hides_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "jane"))
     origin = TreeOrigin(embedding_model=str(tmp_path / "jane" / "bert"), tokenizer="org/name")
     for known in (origin, TreeOrigin()):
@@ -162,45 +162,37 @@ def test_a_tree_keeps_its_empty_nodes_and_least_similarity_and_names_no_home_fol
         assert record["embedding_model"] == ("~/bert" if known is origin else None)
 
 
-@pytest.mark.parametrize("value", [1.5, "0.2", True], ids=repr)
-def test_a_least_similarity_that_is_no_cosine_is_refused(value, folder):
-    message = rf"min_similarity is {value!r}; expected a cosine from -1, which every text reaches, to 1, or null"
-    with pytest.raises(ValueError, match=message):
-        random_tree(min_similarity=value)
-    record = json.loads((folder / "tree.json").read_text())
-    (folder / "tree.json").write_text(json.dumps({**record, "min_similarity": value}))
-    with pytest.raises(ValueError, match=message):
-        ClusterTree.load(folder)
-
-
 ALTERED = r"tree' was altered or is not whole: "
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"format_version": 1}, f"{ALTERED}its format_version is 1; expected 2\\. Copy"),
-        ({"branching": "wide"}, ALTERED),
-        ({"sizes": [[3, 12]]}, f"{ALTERED}sizes do not fit centroids"),
-        ({"sizes": [[3, 12, 21], [[1], [2, 3]]]}, ALTERED),
-        ({"branching": 1e999}, ALTERED),
-        ({"fingerprint": "0"}, r"tree' was altered .* the fingerprint of its centroids is not the one in tree.json"),
-        ({"branching": 4}, f"{ALTERED}centroids of level 1"),
-        ("{", f"{ALTERED}.*Copy it again, or build the tree again"),
-        ("[" * 100_000, f"{ALTERED}it is nested too deeply"),
-        ("[]", ALTERED),
-        ('{"format_version": 2, "branching": 3}', ALTERED),
+        ({"format_version": 1}, "its format_version is 1; expected 2"),
+        *(({key: value}, "") for key, value in {"branching": "wide", "sizes": [[3, 12, 21], [[1], [2, 3]]]}.items()),
+        ({"sizes": [[3, 12]]}, "sizes do not fit centroids"),
+        ({"branching": 1e999}, ""),
+        ({"fingerprint": "0"}, "the fingerprint of its centroids is not the one in tree.json"),
+        ({"branching": 4}, "centroids of level 1"),
+        *(
+            ({"min_similarity": value}, f"min_similarity is {value!r}; expected a cosine")
+            for value in (1.5, "0.2", True)
+        ),
+        ("{", ".*Copy it again, or build the tree again"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ("[]", ""),
+        ('{"format_version": 2, "branching": 3}', ""),
     ],
 )
-def test_an_altered_record_is_refused(folder, content, message):
+def test_altered_record_is_refused(folder, content, message):
     """Changed in some of its keys, or as a whole."""
     file = folder / "tree.json"
     file.write_text(content if isinstance(content, str) else json.dumps({**json.loads(file.read_text()), **content}))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message if "cosine" in message else f"{ALTERED}{message}"):
         ClusterTree.load(folder)
 
 
-def test_centroids_that_are_not_those_that_were_saved_are_refused(folder):
+def test_altered_centroids_are_refused(folder):
     path = folder / "tree.safetensors"
     whole = path.read_bytes()
     for content in (whole[:-4], whole[:20], b""):
