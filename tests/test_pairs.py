@@ -52,7 +52,6 @@ def test_pairing_covers_every_value_minimally():
 
 @pytest.fixture
 def run_with(monkeypatch):
-    """Return a function that lets the values of a run of some extent be chosen."""
     return lambda extent: monkeypatch.setattr(pairs, "extent", extent)
 
 

@@ -1,7 +1,6 @@
 """Sources of other packages that go along: what they define is theirs, and what cannot be taken along is refused."""
 
 import sys
-from textwrap import dedent
 
 import pytest
 
@@ -19,7 +18,7 @@ def written(tmp_path, monkeypatch):
 
     def write(root: str, stand_ins=None, **sources: str) -> str:
         for name, source in sources.items():
-            (package / f"{name}.py").write_text(dedent(source))
+            (package / f"{name}.py").write_text(source)
         module, _, name = root.rpartition(".")
         return Closure([Name(f"of_others.{module}", name)], {"of_others"}, stand_ins or {}).text()
 
@@ -28,22 +27,16 @@ def written(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-SCALE = "def scale(x):\n    return 2 * x\n"
-DOUBLED = "from of_others.aa import scale as doubled\n\n\ndef {}(x):\n    return doubled(x)\n"
+SCALE = "def scale(x): return 2 * x\n"
+DOUBLED = "from of_others.aa import scale as doubled\ndef {}(x): return doubled(x)\n"
+# Sources by module, and what is said of them.
+TABLES = {"tables": "SIZE = 3\n"}
 # Sources by module, and what is said of them.
 REFUSALS = {
     "two definitions of one name": (
         {
-            "aa": f"{SCALE}\n\ndef doubled(x):\n    return scale(x)\n",
-            "zz": """
-            from of_others.aa import doubled
-
-            def scale(x):
-                return 3 * x
-
-            def apply(x):
-                return scale(x) + doubled(x)
-            """,
+            "aa": f"{SCALE}def doubled(x): return scale(x)\n",
+            "zz": "from of_others.aa import doubled\ndef scale(x): return 3 * x\ndef apply(x): return scale(x) + doubled(x)\n",
         },
         r"of_others\.aa and of_others\.zz both define scale",
     ),
@@ -51,31 +44,23 @@ REFUSALS = {
         {
             "aa": SCALE,
             "bb": DOUBLED.format("other"),
-            "zz": """
-            from of_others.bb import other
-
-            def doubled(x):
-                return x + x
-
-            def apply(x):
-                return doubled(x) + other(x)
-            """,
+            "zz": "from of_others.bb import other\ndef doubled(x): return x + x\ndef apply(x): return doubled(x) + other(x)\n",
         },
         r"of_others\.zz and of_others\.aa both define doubled",
     ),
     **{
         f"statement without a name: {statement}": (
-            {"zz": f"{statement}\n\ndef apply(x):\n    return x\n"},
+            {"zz": f"{statement}\ndef apply(x): return x\n"},
             "neither an import, nor a call, nor the only definition of a name",
         )
         for statement in (
-            *("try:\n    import json as fast\nexcept ImportError:\n    fast = None\n", "NAMES = []\nNAMES += ['b']\n"),
-            *("TABLE = {}\nTABLE['a'] = 1\n", "for number in range(3):\n    pass\n"),
+            "try: import json as fast\nexcept ImportError: fast = None",
+            *("NAMES = []\nNAMES += ['b']", "TABLE = {}\nTABLE['a'] = 1", "for number in range(3): pass"),
         )
     },
     **{
         f"imported module: {form}": (
-            {"tables": "SIZE = 3\n", "zz": f"{form}\n\n\ndef apply():\n    return tables.SIZE\n"},
+            {**TABLES, "zz": f"{form}\ndef apply(): return tables.SIZE\n"},
             r"of_others\.zz reads tables, .* Import names from",
         )
         for form in ("from of_others import tables", "from . import tables", "import of_others.tables as tables")
@@ -90,38 +75,22 @@ def test_inexact_copies_are_refused(case, written):
         written("zz.apply", **sources)
 
 
+# Sources by module, and the value for 1.
 COMPUTE = {
     "a variable with the name of a definition": (
         {
             "aa": SCALE,
-            "zz": """
-            from of_others.aa import scale
-
-            def added(scale):
-                return scale + 1
-
-            def apply(x):
-                return added(x) + scale(x)
-            """,
+            "zz": "from of_others.aa import scale\ndef added(scale): return scale + 1\ndef apply(x): return added(x) + scale(x)\n",
         },
         4,
     ),
     "imported under another name": ({"aa": SCALE, "zz": DOUBLED.format("apply")}, 2),
-    "named like a stand-in": (
-        {"zz": "def module_of(x):\n    return x + 1\n\n\ndef apply(x):\n    return module_of(x)\n"},
-        2,
-    ),
+    "named like a stand-in": ({"zz": "def module_of(x): return x + 1\ndef apply(x): return module_of(x)\n"}, 2),
     "either form of import": (
         {
             "tables": "SIZE = 3\nUNUSED = 4\n",
-            "more": "from .tables import SIZE\n\n\ndef size():\n    return SIZE\n",
-            "zz": """
-            from of_others.more import size
-            from .tables import SIZE as AGAIN
-
-            def apply(x):
-                return size() + AGAIN
-            """,
+            "more": "from .tables import SIZE\ndef size(): return SIZE\n",
+            "zz": "from of_others.more import size\nfrom .tables import SIZE as AGAIN\ndef apply(x): return size() + AGAIN\n",
         },
         6,
     ),

@@ -151,14 +151,6 @@ def test_pages_repeat_only_numbers_of_the_tables(page, paragraph):
     assert [one for one in stated if float(one) not in {round(number, len(one) - 2) for number in known}] == []
 
 
-def test_readme_repeats_the_table_of_variants():
-    (paragraph,) = (text for page, text in STATED if page.name == "README.md" and "held-out loss" in text)
-    stated = re.findall(r"(0\.\d{3})[^\d`]*? with (?:`([\w-]+)`|(LoRA))", paragraph)
-    learned = {row[0]: float(row[3].partition(" ")[0]) for row in table_cells("| variant | trains |")}
-    assert len(stated) == len(re.findall(r"0\.\d{3}", paragraph)) == 4
-    assert all(number == f"{learned[name or lora.lower()]:.3f}" for number, name, lora in stated)
-
-
 MODELS = ("base", "base, text in front", "packs", "packs, name in front")
 
 

@@ -85,36 +85,6 @@ def test_seeds_are_one_point_of_the_picture(tmp_path, monkeypatch):
     (axes,) = figures[0].axes
     points = [[float(at[0]) for at in bars.lines[0].get_data()] for bars in axes.containers]
     assert points == [pytest.approx(at) for at in ([0.5, 0.6], [0.5, 0.2], [1, 0.2], [1, 0])]
-    across, up = (bar.get_segments()[0] for bar in axes.containers[0].lines[2])
-    assert across[:, 0] == pytest.approx([0.4, 0.6]) and up[:, 1] == pytest.approx([0.5, 0.7])
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lora", "packs"]
-    assert [text.get_text() for text in axes.texts] == ["base, text in front"]
-
-
-def test_two_hop_answers_stand_only_in_second_texts():
-    firsts = [each for each in entries.entries_of_two_hops() if "behind" in each]
-    seconds = {each["name"]: each for each in entries.entries_of_two_hops() if "behind" not in each}
-    assert len(firsts) == len(seconds) == len({each["port"] for each in firsts}) == 20
-    for each in firsts:
-        behind = seconds[each["behind"]]
-        assert (
-            each["behind"] in each["text"] and str(each["port"]) in behind["text"] and each["owner"] in behind["text"]
-        )
-        assert str(each["port"]) not in each["text"] and each["owner"] not in each["text"]
-    texts = asked.InFront(entries.entries_of_two_hops(), asked.the_text, follows=True)
-    assert texts("the Kestrel cache") == f"{firsts[0]['text']}\n\n{seconds[firsts[0]['behind']]['text']}\n\n"
-
-
-@pytest.mark.parametrize("file", ["uneven.jsonl", "uneven_2.jsonl"])
-def test_uneven_texts_hold_the_answers(file):
-    known = entries.entries_in(file)
-    names = asked.InFront(known, asked.the_name)
-    assert 15 <= len(known) <= 20 and sum(len(each["questions"]) for each in known) == 31
-    for each in known:
-        for row in each["questions"]:
-            is_right = questions.has(row["answers"])
-            assert is_right(each["text"]) and not is_right(row["question"])
-            assert names(row["question"]) == asked.the_name(each)  # of "Unit 12" not that of "Unit 1"
 
 
 def test_conversations_ask_for_what_texts_say():

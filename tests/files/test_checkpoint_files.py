@@ -1,6 +1,7 @@
 """One list says what files a checkpoint has, and `upscale` goes by it where it replaces checkpoints."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from midus_hf.files.checkpoint_files import (
     named_code,
     refuse_lfs_pointers,
 )
+from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import foreign_files
 from midus_hf.memories.bank import bank_patterns
 
@@ -117,8 +119,6 @@ def test_code_is_followed_as_transformers_does(tmp_path):
         ({"AutoTokenizer": "unnamed.Own"}, ["unnamed.py"]),  # which imports what lies outside
         ([None], []),
         ("..", []),
-        (7, []),
-        (None, []),
     ],
 )
 def test_only_plain_names_are_code(tmp_path, auto_map, followed):
@@ -145,3 +145,20 @@ def test_lfs_pointers_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             refuse_lfs_pointers(tmp_path, WEIGHTS)
     refuse_lfs_pointers(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{", "Expecting property name"),
+        (b"\xff\xfe", "'utf-8' codec can't decode"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_unreadable_json_is_refused_by_its_path(content, reason, tmp_path):
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))} is not JSON, or cannot be read \(.*{reason}"):
+        read_json(path)
