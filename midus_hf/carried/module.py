@@ -88,14 +88,14 @@ _written: dict[tuple[Any, ...], str] = {}
 
 @cache
 def _stand_ins() -> dict[str, Name]:
-    """Return the definitions that replace, in carried code, every definition of the same name in this package."""
+    """Return the definitions that replace, definitions of the same name in carried code."""
     modules = [*reference_modules(), standins.__name__]
     definitions = {name: Source(name, _OWN).definitions for name in modules}
     return {name: Name(module, name) for module in modules for name in definitions[module] if not name.startswith("_")}
 
 
 def reference_modules() -> list[str]:
-    """Return the names of the `reference` modules of ops, whose functions compute each op of carried code in plain PyTorch."""
+    """Return the names of the `reference` modules of ops, which carried code computes with."""
     packages = pkgutil.iter_modules(midus_hf.ops.__path__, f"{midus_hf.ops.__name__}.")
     names = (f"{package.name}.reference" for package in packages if package.ispkg)
     return [name for name in names if importlib.util.find_spec(name)]
@@ -147,7 +147,7 @@ class Closure:
             )
 
     def text(self) -> str:
-        """Return the source of the module: imports, then the definitions of each module behind those of modules that it imports."""
+        """Return the source of the module: imports, then definitions after those that they import."""
         sections: list[str] = []
         imports: dict[str, set[str]] = {}  # names by the library's module; modules themselves by an empty name
         for module in self._order():
@@ -177,7 +177,7 @@ class Closure:
         return self._sources[module]
 
     def _resolved(self, module: str, name: str) -> Name | None:
-        """Return the definition that a name refers to within a module; None for names of libraries and of Python."""
+        """Return the definition that a name refers to in a module; None for names of libraries."""
         source = self._source(module)
         if name in source.definitions:
             is_own = module.partition(".")[0] in _OWN
@@ -195,7 +195,7 @@ class Closure:
         return resolved
 
     def _order(self) -> list[str]:
-        """Return the modules, each behind the modules that it imports."""
+        """Return the modules, each after the modules that it imports."""
         order: dict[str, None] = {}
         seen: set[str] = set()
 
@@ -215,7 +215,7 @@ class Closure:
 
 
 def _listed(texts: Iterable[str]) -> str:
-    """Return definitions in order, with two empty lines around functions and classes, and none between constants."""
+    """Return definitions in order, with empty lines as ruff formats them."""
     listed, before_is_constant = "", False
     for text in texts:
         is_constant = not re.search(r"^(@|def |class )", text, flags=re.MULTILINE)

@@ -45,7 +45,7 @@ class Source:
         self.definitions: dict[str, str] = {}
         # The source of each call at the top level.
         self._calls: list[str] = []
-        # Why no definition can be copied: a statement that nobody would know to be needed. Else empty.
+        # Why no definition can be copied: a statement without a name. Else empty.
         self._refusal = ""
         text = imported.__loader__.get_source(imported.__name__) or ""
         self._lines = text.splitlines(keepends=True)
@@ -81,13 +81,13 @@ class Source:
             if not names or not self.definitions.keys().isdisjoint(names):
                 self._refusal = self._refusal or (
                     f"{self._name} has {ast.unparse(statement).splitlines()[0]!r} in line {statement.lineno}, which is neither an "
-                    "import, nor a call, nor the only definition of a name; expected these alone at the top level of a module that "
+                    "import, nor a call, nor the only definition of a name; expected only these at the top level of a module that "
                     "a checkpoint's code is made from. Put it into a function."
                 )
             self.definitions |= dict.fromkeys(names, _MARKS.sub("", self._text(statement, following)))
 
     def _text(self, statement: Any, following: ast.stmt | None = None) -> str:
-        """Return the lines of a statement, with decorators, the comments right above, and the docstring of a constant."""
+        """Return the lines of a statement, with decorators, comments above, and a constant's docstring."""
         first = next(iter(getattr(statement, "decorator_list", ())), statement).lineno
         while first > 1 and self._lines[first - 2].startswith("#"):
             first -= 1
@@ -115,7 +115,7 @@ class Source:
 
 
 def defined(statement: ast.stmt) -> list[str]:
-    """Return the names that a statement defines; none for any other statement than a definition or an assignment of names."""
+    """Return the names that a statement defines, if it is a definition or an assignment."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return [statement.name]
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
@@ -127,7 +127,7 @@ def defined(statement: ast.stmt) -> list[str]:
 
 @cache
 def names_read(text: str) -> frozenset[str]:
-    """Return the names that a source reads, apart from arguments and local variables of functions, and quoted annotations."""
+    """Return the names that a source reads, except local variables and quoted annotations."""
     tree = ast.parse(text)
     local: set[int] = set()
     for function in ast.walk(tree):

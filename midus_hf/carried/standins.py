@@ -102,7 +102,7 @@ def _written_for(subject: str, expected: Any) -> RequestError:
 
 
 def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
-    """Copy the module of the config's class into a checkpoint's folder; return a list with the path of the copy."""
+    """Copy the module of the config's class into a checkpoint's folder; return the copy's path."""
     path = Path(folder, f"{ENTRY_MODULE}.py")
     path.parent.mkdir(parents=True, exist_ok=True)
     source = Path(inspect.getfile(sys.modules[type(config).__module__]))

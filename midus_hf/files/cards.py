@@ -13,7 +13,7 @@ PROTECTED_HEADING = "## Protected texts"
 
 
 def card_example(model_type: str, auto_class: str, writes: bool, repository: str | None = None) -> list[str]:
-    """Return the lines of a block of Python that loads the model of a card and, if `writes`, its tokenizer, and continues a text."""
+    """Return the lines of Python that load a card's model and, if it `writes`, continue a text."""
     path = "PATH" if repository is None else f'"{repository}"'
     arguments = f"({path}, trust_remote_code=True)" if model_type.startswith("midus_") else f"({path})"
     continuing = [
@@ -33,7 +33,7 @@ def card_example(model_type: str, auto_class: str, writes: bool, repository: str
 
 
 def without_results(card: str, change: str) -> str:
-    """Return a card without the results in its metadata (`model-index`), which a `change` of the model invalidates, with a note."""
+    """Return a card without the results (`model-index`) that a `change` invalidates; print a note."""
     metadata = _METADATA.match(card)
     kept, within, found = "", False, False
     for line in io.StringIO(metadata[0] if metadata else "", newline=""):

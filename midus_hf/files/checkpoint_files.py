@@ -73,7 +73,7 @@ OF_UPSCALED: Kind = (
 
 
 def is_of(path: str | PurePath, *kinds: Kind) -> bool:
-    """Return whether the name of a file, relative to the folder of the checkpoint, fits one of several kinds."""
+    """Return whether a file's name, relative to the checkpoint, is of one of these kinds."""
     parts = PurePath(path).parts
     return any(_fits(parts, pattern.split("/")) for pattern in chain(*kinds))
 
@@ -86,7 +86,7 @@ def _fits(parts: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def indexed_weights(folder: Path) -> frozenset[str]:
-    """Return the names of shards in a folder's index of weights, without names that lead elsewhere; none without a valid index."""
+    """Return the shards that a folder's index names in the folder; none without a valid index."""
     try:
         names = set(parse_json((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -103,7 +103,7 @@ _MODULE = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 def named_code(folder: Path) -> list[Path]:
-    """Return the files of Python that tokenizer and processor configs of a folder name, and those that these import, sorted.
+    """Return the Python files that tokenizer and processor configs name and import, sorted.
 
     Nothing is executed. Names that lead out of the folder, to another repository or to a missing file are skipped.
     """
@@ -120,7 +120,7 @@ def named_code(folder: Path) -> list[Path]:
 
 
 def named_modules(folder: Path) -> list[str]:
-    """Return the modules that tokenizer and processor configs of a folder name under `auto_map`, as `module.Class` in each place."""
+    """Return the `module.Class` names in `auto_map` of a folder's tokenizer and processor configs."""
     modules = []
     for path in (path for pattern in _CONFIGS_WITH_CODE for path in folder.glob(pattern)):
         try:
@@ -137,13 +137,13 @@ def named_modules(folder: Path) -> list[str]:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return whether a file is a Git LFS pointer, which a clone without git-lfs holds in place of the file itself."""
+    """Return whether a file is a Git LFS pointer, as a clone without git-lfs holds."""
     with path.open("rb") as file:
         return file.read(200).startswith(b"version https://git-lfs.github.com/spec/v1")
 
 
 def refuse_lfs_pointers(folder: Path, *kinds: Kind) -> None:
-    """Raise `RequestError` if files of these kinds are Git LFS pointers; with `WEIGHTS`, shards of other names too."""
+    """Raise `RequestError` if files of these kinds (or indexed shards) are Git LFS pointers."""
     names = indexed_weights(folder) if WEIGHTS in kinds else ()
     files = {*(folder / name for name in names), *(file for pattern in chain(*kinds) for file in folder.glob(pattern))}
     pointers = [str(file.relative_to(folder)) for file in sorted(files) if file.is_file() and is_lfs_pointer(file)]

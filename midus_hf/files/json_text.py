@@ -17,7 +17,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:
-    """Return the value of JSON text, or of its bytes in UTF-8; raise `ValueError` if it is not JSON, or nested too deeply.
+    """Return the value of JSON text or bytes; raise `ValueError` if it is not JSON or too deep.
 
     Args:
         text: The text.

@@ -30,13 +30,13 @@ STRIPPED_KEY = "stripped"
 
 
 def unfinished_path(path: Path, state: str = "partial") -> Path:
-    """Return the path next to `path` for its unfinished content, or for the replaced content (`"replaced"`) in the meantime."""
+    """Return the path next to `path` for its unfinished or replaced content."""
     return path.with_name(f".{path.name}.midus-{state}")
 
 
 @contextlib.contextmanager
 def _locked(path: Path, refusal: RequestError) -> Iterator[bool]:
-    """Lock what is at a path, or raise `refusal` if another process has it; yield whether the file system has locks."""
+    """Lock a path, or raise `refusal` if it is locked; yield whether the file system has locks."""
     descriptor, has_locks = os.open(path, os.O_RDONLY), True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,7 +55,7 @@ def _locked(path: Path, refusal: RequestError) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def exclusive(folder: Path, refusal: RequestError) -> Iterator[None]:
-    """Create a folder if there is none, and lock it, or raise `refusal` if another run has; warn if there are no locks."""
+    """Create and lock a folder, or raise `refusal` if another run has; warn without locks."""
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, refusal) as has_locks:
         if not has_locks:
@@ -68,7 +68,7 @@ def exclusive(folder: Path, refusal: RequestError) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield the path of an empty hidden file to write to, which is moved to `path` after the block, and removed after an error."""
+    """Yield an empty hidden file, moved to `path` after the block and removed after an error."""
     partial, busy = unfinished_path(path), RequestError(f"{path} is being written by another process. Wait for it.")
     with convert_disk_errors(path):
         partial.touch()
@@ -92,7 +92,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 class OutputFolder:
-    """A checkpoint's folder, which replaces only checkpoints that our record names; other files are a `RequestError`.
+    """A checkpoint's folder, which replaces only checkpoints that our record names.
 
     Args:
         path: Path of the output; `~` is expanded, and links are followed.
@@ -150,7 +150,7 @@ class OutputFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
-        """Yield the hidden folder to write to, which is moved to its path after the block, and removed after an error."""
+        """Yield a hidden folder, moved to its path after the block and removed after an error."""
         busy = f"output {self.path} is being written by another run. Wait for it, or choose another folder."
         with convert_disk_errors(self.path), exclusive(self.partial, RequestError(busy)):
             try:
@@ -186,7 +186,7 @@ def _sync(file: Path) -> None:
 
 
 def foreign_files(folder: Path, kind: Kind) -> list[str]:
-    """Return the paths of files in a folder that do not belong to a checkpoint, sorted; metadata of the Hub's client does."""
+    """Return the files of a folder that do not belong to a checkpoint, sorted."""
     own = {*indexed_weights(folder), *(path.name for path in named_code(folder))}
     names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     foreign = [name for name in names if not is_of(name, kind) and Path(".cache/huggingface") not in name.parents]
@@ -267,7 +267,7 @@ def _megabytes(num_bytes: int) -> str:
 
 @contextlib.contextmanager
 def convert_disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Raise `DiskWriteError` if the block's writing to a path fails because of the disk; it needs about `needed` bytes."""
+    """Raise `DiskWriteError` if the block fails to write its `needed` bytes because of the disk."""
     try:
         yield
     except Exception as error:

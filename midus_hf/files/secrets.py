@@ -73,8 +73,10 @@ def _hidden_pair(match: re.Match) -> str:
 
 
 def for_record(value: Any) -> Any:
-    """Return a value for files that may be shared: `without_secrets`, and with paths in the home folder as `~/...`."""
-    return _below_home(without_secrets(value), _homes())
+    """Return a value for shared files: without secrets, home paths as `~/...`."""
+    home = Path("~").expanduser()  # as it is named and as it is resolved
+    homes = {str(path) for path in (home, Path(os.path.realpath(home))) if len(path.parts) > 1}
+    return _below_home(without_secrets(value), sorted(homes, reverse=True))
 
 
 def _below_home(value: Any, homes: list[str]) -> Any:
@@ -86,9 +88,3 @@ def _below_home(value: Any, homes: list[str]) -> Any:
         for home in homes:
             value = re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=/|$)", "~", value)
     return value
-
-
-def _homes() -> list[str]:
-    """Return the paths of the home folder, as it is named and as it is resolved; none where it is the root of the file system."""
-    home = Path("~").expanduser()
-    return sorted({str(path) for path in (home, Path(os.path.realpath(home))) if len(path.parts) > 1}, reverse=True)

@@ -38,7 +38,7 @@ class Effect:
 
 
 def effect_between(usual: RowLosses, changed: RowLosses) -> Effect:
-    """Return the loss per token of the changed model minus that of the unchanged model on the same rows, with its error.
+    """Return the changed model's loss per token minus the unchanged one's, with its error.
 
     The error is that of a ratio of sums over random rows.
     """
@@ -91,7 +91,7 @@ class Ablation:
 
 
 def ablate(model: PreTrainedModel, texts: Sequence[TextRows], *, batch_size: int = 4) -> Ablation:
-    """Measure the loss of texts without each added part, and compare it with the loss of the unchanged model.
+    """Measure how much the loss of texts changes without each added part.
 
     Args:
         model: A model as in `added_parts`. It is in eval mode during the measurement.
@@ -133,7 +133,7 @@ def ablation_table(ablation: Ablation) -> TextTable:
 
 
 def ablation_finding(ablation: Ablation) -> str:
-    """Return in one sentence the effect of all added parts together, and the single part with the largest effect."""
+    """Return in a sentence the effect of all added parts, and the part with the largest effect."""
     together = [f"{row.effect:+.4f} on {row.text}" for row in ablation.effects if row.part == _ALL]
     single = [row for row in ablation.effects if row.part != _ALL]
     most = max(single, key=lambda row: abs(row.effect.difference))

@@ -87,7 +87,7 @@ class DepthReading:
 
     @property
     def shares(self) -> torch.Tensor:
-        """Share of each slot by head, the mean over tokens, `[H, m]`, float64: the weight that its value is multiplied with."""
+        """Share of each slot by head, the mean weight of its value over tokens, `[H, m]`, float64."""
         return (self._slot_sums / self._tokens).cpu()
 
     @property
@@ -97,7 +97,7 @@ class DepthReading:
 
 
 def _readers(model: nn.Module) -> list[tuple[HostedMemory, tuple[ReadSlot, ...]]]:
-    """Return the memories that read the depth in some layer, in the order of layers, with the slots that they read."""
+    """Return the memories that read the depth, in the order of layers, with their slots."""
     readers = []
     for hosted in hosted_memories(model, "attend"):
         depth = depth_heads(hosted.block)
@@ -116,16 +116,14 @@ _Watcher = Callable[[torch.Tensor, torch.Tensor, Any, Mapping[str, Any], torch.T
 
 @contextlib.contextmanager
 def _watch_depth(model: nn.Module, watchers: Sequence[tuple[HostedMemory, _Watcher]]) -> Iterator[None]:
-    """Call functions after each attention of their memory to the depth, without gradients, within the context."""
+    """Call functions after each attention of their memory to the depth, without gradients."""
     real: list[torch.Tensor | None] = [None]
 
     def before(decoder: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         real[0] = _real_tokens(arguments, kwargs)
 
     @torch.no_grad()
-    def behind(
-        watcher: _Watcher, memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def after(watcher: _Watcher, memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if "sequence" not in kwargs or not arguments[0].numel() or is_in_backward():
             return
         sequence, gate = kwargs["sequence"], memory.gate
@@ -138,7 +136,7 @@ def _watch_depth(model: nn.Module, watchers: Sequence[tuple[HostedMemory, _Watch
     with temporary_hooks() as hold:
         hold(decoder_of(model).register_forward_pre_hook(before, with_kwargs=True))
         for hosted, watcher in watchers:
-            hold(hosted.module.register_forward_hook(partial(behind, watcher), with_kwargs=True))
+            hold(hosted.module.register_forward_hook(partial(after, watcher), with_kwargs=True))
         yield
 
 
@@ -154,7 +152,7 @@ def _real_tokens(arguments: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch
 
 @contextlib.contextmanager
 def record_depth(model: nn.Module) -> Iterator[list[DepthReading]]:
-    """Record, while the context is open, how each head divides its attention between the sequence and the slots of the depth.
+    """Record, in the context, how each head divides its attention between sequence and depth.
 
     A share is the weight that `joint_attention` multiplies a value with, including the gate. Shares are computed in addition to the
     forward pass, whose output does not change. They are summed over all tokens except padding, so the size of the records does not
@@ -186,7 +184,7 @@ def record_depth(model: nn.Module) -> Iterator[list[DepthReading]]:
 
 @dataclass(frozen=True)
 class DepthMap:
-    """Attention shares of one head: of each key of the sequence, `[T, T]`, and of each slot, `[T, m]`, float64, on the CPU."""
+    """Attention shares of a head: of each key, `[T, T]`, and each slot, `[T, m]`, float64, on the CPU."""
 
     layer: int
     head: int
@@ -239,7 +237,7 @@ def depth_finding(readings: Sequence[DepthReading]) -> str:
 
 
 def depth_table(readings: Sequence[DepthReading]) -> TextTable:
-    """Return a table of the shares of the depth and the sequence in each layer, and of the slots that it reads most."""
+    """Return a table of the shares of depth and sequence by layer, and of the most read slots."""
     rows = []
     for reading in readings:
         shares = reading.shares.mean(0)

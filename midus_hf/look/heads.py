@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """A prompt and its answer: token ids, `[T]`, int64, of which the first `prompt_tokens` are the prompt's."""
+    """A prompt and its answer: token ids, `[T]`, int64; the first `prompt_tokens` are the prompt's."""
 
     ids: torch.Tensor
     prompt_tokens: int
@@ -47,7 +47,7 @@ class HeadImportance:
 
 
 def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadImportance:
-    """Measure the importance of heads for answers, by the product of each head's output and its gradient of the loss.
+    """Measure the importance of heads for answers: their output times its gradient of the loss.
 
     A head's output is its part of the input of attention's output projection, for any attention implementation. The loss of an
     answer is summed over the answer's tokens, so that scores do not depend on how answers would be batched. The model is not
@@ -80,7 +80,7 @@ def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadIm
         for answer in answers:
             if not 0 < answer.prompt_tokens < len(answer.ids):
                 raise RequestError(
-                    f"an answer has {len(answer.ids)} tokens, of which the prompt has {answer.prompt_tokens}; expected some of each."
+                    f"an answer has {len(answer.ids)} tokens, {answer.prompt_tokens} of them in the prompt; expected some of each."
                 )
             inputs.clear()
             ids = answer.ids.to(embeddings.weight.device).unsqueeze(0)
@@ -96,12 +96,14 @@ def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadIm
             count, total = count + 1, total + loss.item()
     if count == 0:
         raise RequestError("there is no answer to measure; expected one or more.")
-    layers = list(projections)
-    return HeadImportance(layers, _base_layers(model, layers), absolute / tokens, count, total / count)
+    record, layers = record_of(model.config), list(projections)
+    base = record.base_layers if record is not None else {}
+    base_layers = [base.get(layer, layer) if base else layer for layer in layers]
+    return HeadImportance(layers, base_layers, absolute / tokens, count, total / count)
 
 
 def _output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """Return attention's output projection by layer. Inserted layers whose memory reads heads unprojected are left out."""
+    """Return attention's output projection by layer, except where memories read heads unprojected."""
     layers: Any = decoder_of(model).layers
     projections = {
         index: layer.self_attn.o_proj
@@ -115,16 +117,10 @@ def _output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
     return projections
 
 
-def _base_layers(model: PreTrainedModel, layers: list[int]) -> list[int]:
-    record = record_of(model.config)
-    base_indices = record.base_layers if record is not None else {}
-    return [base_indices.get(layer, layer) if base_indices else layer for layer in layers]
-
-
 def task_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: "Tasks", limit: int | None = None
 ) -> Iterator[Answer]:
-    """Yield each question of some tasks with its right answer, as the harness would score it, without worked examples."""
+    """Yield each question of some tasks with its right answer, as the harness scores it, zero-shot."""
     from lm_eval.models.huggingface import HFLM
 
     harness = HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=1)
@@ -140,7 +136,7 @@ def task_answers(
 
 
 def _right_answer(name: str, task: Any, document: Any) -> str:
-    """Return the right answer of a question, preceded by the delimiter that separates a prompt from its answer."""
+    """Return the delimiter after a prompt and the right answer of a question."""
     target = task.doc_to_target(document)
     if task.OUTPUT_TYPE == "multiple_choice" and isinstance(target, int) and target >= 0:
         target = task.doc_to_choice(document)[target]
@@ -152,7 +148,7 @@ def _right_answer(name: str, task: Any, document: Any) -> str:
 
 
 def heads_rows(model: str, importance: HeadImportance) -> list[dict[str, Any]]:
-    """Return a row per layer: importance of each head, mean and variance over heads (figure 4c), and the most important head."""
+    """Return a row per layer: importance of heads, mean, variance (figure 4c) and the best head."""
     rows = []
     for layer, base_layer, heads in zip(importance.layers, importance.base_layers, importance.absolute, strict=True):
         best = int(heads.argmax())
@@ -169,7 +165,7 @@ def heads_table(title: str, rows: Sequence[Mapping[str, Any]]) -> TextTable:
 
 
 def heads_panels(models: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Panel]:
-    """Return a map of heads by layers per model, on one scale, and the variances of layers, from rows by the models' names."""
+    """Return panels from rows by model: a map of heads by layers each, and variances of layers."""
     every = [row for rows in models.values() for row in rows]
     numbers = [str(head) for head in range(len(every[0]["importance"]))]
     most = max(row["largest"] for row in every)

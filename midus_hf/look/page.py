@@ -81,13 +81,13 @@ class TextTable(NamedTuple):
 
 
 def table_of(title: str, rows: Iterable[Row], columns: Mapping[str, str]) -> TextTable:
-    """Return a table of rows, whose columns are formats of a row by heading, such as `{"largest share": "{largest:.2%}"}`."""
+    """Return a table of rows; columns are formats by heading, such as `{"share": "{largest:.2%}"}`."""
     return TextTable(title, list(columns), [[form.format(**row) for form in columns.values()] for row in rows])
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a page: paragraphs, tables (without rows they are left out) and pictures as PNG by title, in this order."""
+    """A section: paragraphs, tables (left out without rows) and PNG pictures by title, in this order."""
 
     heading: str = ""
     paragraphs: Iterable[str] = ()
@@ -149,7 +149,7 @@ class Answer:
 
 
 def csv_text(rows: Iterable[Row]) -> str:
-    """Return the text of a CSV file: a line of names, then a line per row; all rows have the names of the first."""
+    """Return the text of a CSV file: a line of names, then a line per row."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     for number, row in enumerate(rows):
@@ -174,7 +174,7 @@ def as_png(figure: Any) -> bytes:
 
 
 def draw_panels(panels: Mapping[str, Panel], one_scale: bool = False) -> Any:
-    """Return a figure of panels side by side, each under its title; with `one_scale`, all have the axes of the first."""
+    """Return a figure of titled panels side by side; with `one_scale`, all have the same axes."""
     figure = new_figure(1 + 4 * len(panels), 3.6)
     rows = figure.subplots(1, len(panels), squeeze=False, sharex=one_scale, sharey=one_scale)
     for axes, (title, draw) in zip(rows[0], panels.items(), strict=True):
@@ -187,7 +187,7 @@ def draw_panels(panels: Mapping[str, Panel], one_scale: bool = False) -> Any:
 
 
 def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, **axis: Any) -> Panel:
-    """Return a panel of curves, each the values of x and of y by its name; `axis` are properties of the axes."""
+    """Return a panel of curves, values of x and y by name; `axis` are properties of the axes."""
 
     def draw(axes: Any) -> None:
         for name, (xs, ys) in lines.items():
@@ -201,7 +201,7 @@ def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str,
 
 
 def bars(lengths: Mapping[str, tuple[float, float]], x: str, total: str) -> Panel:
-    """Return a panel of horizontal bars, each a length and its standard error by its name, the first on top, the `total` grey."""
+    """Return a panel of bars, length and standard error by name, the first on top, `total` grey."""
 
     def draw(axes: Any) -> None:
         values, errors = zip(*lengths.values(), strict=True)
@@ -224,7 +224,7 @@ def grid(
     most: float | None = None,
     boundary: float | None = None,
 ) -> Panel:
-    """Return a panel with a coloured field per number, the lightest for `most`, and a line before column `boundary`."""
+    """Return a panel with a coloured field per number, and a line before column `boundary`."""
 
     def draw(axes: Any) -> None:
         least = None if most is None else 0

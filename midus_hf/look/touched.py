@@ -33,7 +33,7 @@ _COLUMNS = {
 
 
 class TouchedTokens(NamedTuple):
-    """What one memory reads for the documents of one text: for each its tokens, how many read, and the first that does."""
+    """What a memory reads for a text's documents: tokens, how many read, and the first that does."""
 
     tokens: torch.Tensor
     reading: torch.Tensor
@@ -133,7 +133,7 @@ def touched_rows(
 
 
 def document_rows(counts: Mapping[tuple[str, str], TouchedTokens]) -> list[Row]:
-    """Return a row per text, memory and document: its number, tokens, how many read a row, and the first that does."""
+    """Return a row per text, memory and document: tokens, how many read, and the first that does."""
     keys = ("text", "memory", "document", "tokens", "reading", "first")
     return [
         dict(zip(keys, (text, memory, number, tokens, reading, first if reading else None), strict=True))

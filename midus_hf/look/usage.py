@@ -38,7 +38,7 @@ Counts = dict[str, torch.Tensor]
 
 
 def summarise(counts: torch.Tensor) -> MemoryUsage:
-    """Return the usage of a memory or level, from counts `[H, N]`, int64, of retrieved slots, opened chapters or fetched blocks."""
+    """Return the usage of a memory or level, from counts `[H, N]`, int64, of what was read."""
     wide = counts.double().cpu()  # [H, N]
     total = wide.sum(-1, keepdim=True)
     if not total.any():
@@ -54,7 +54,7 @@ def summarise(counts: torch.Tensor) -> MemoryUsage:
 
 @contextlib.contextmanager
 def record_usage(model: nn.Module) -> Iterator[Counts]:
-    """Count, within the context, the slots that memories retrieve, the chapters that tokens open, and the fetched blocks.
+    """Count, in the context, retrieved slots, opened chapters and fetched blocks.
 
     Every token counts once; activation checkpointing does not count it again. Padding counts only for retrieved slots. Shared
     chapters, which every token reads, and the generic memory of a bank are left out. Slots and chapters are chosen a second time
@@ -102,14 +102,14 @@ def record_usage(model: nn.Module) -> Iterator[Counts]:
 
 
 def _add(counts: torch.Tensor, chosen: torch.Tensor, times: torch.Tensor | None = None) -> None:
-    """Add what each head chose, `[H, S]`, to counts `[H, N]`, each choice once or as many `times`, `[H, S]`, int64."""
+    """Add what each head chose, `[H, S]`, to counts `[H, N]`, each once or so many `times`."""
     added = counts.new_ones(()).expand_as(chosen) if times is None else times.to(counts.device)
     counts.scatter_add_(1, chosen.to(counts.device), added)
 
 
 @torch.no_grad()
 def _count_slots(counts: torch.Tensor, memory: Any, arguments: tuple[Any, ...], output: Any) -> None:
-    """Count the slots that a memory has retrieved, after the pass, which would otherwise use casts that autocast cached here."""
+    """Count the retrieved slots after the pass, which would else use casts that autocast cached here."""
     if not is_in_backward():  # where activation checkpointing recomputes the pass
         slots = memory.retrieve(arguments[0])[1]  # [..., H, k]
         _add(counts, slots.flatten(0, -3).transpose(0, 1).flatten(1))
@@ -117,7 +117,7 @@ def _count_slots(counts: torch.Tensor, memory: Any, arguments: tuple[Any, ...], 
 
 @torch.no_grad()
 def _count_chapters(counts: torch.Tensor, memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count the chapters that tokens will open. The hook runs before the pass changes the state that routing reads."""
+    """Count the chapters that tokens will open, before the pass changes the routing's state."""
     if is_in_backward() or not arguments[0].numel():
         return
     routing = memory.route(arguments[0], **{name: kwargs.get(name) for name in ("tokens", "state")})
@@ -171,7 +171,7 @@ def usage_table(rows: list[dict[str, Any]]) -> TextTable:
 
 
 def usage_finding(rows: list[dict[str, Any]]) -> str:
-    """Return in one sentence, from `usage_rows`, how much is used at least once, and the share of the most used slot."""
+    """Return in a sentence how much is used, and the share of the most used slot."""
     used, most = [row["used"] for row in rows], max(rows, key=lambda row: row["largest"])
     return (
         f"Of each memory's slots, chapters or blocks, texts use {min(used):.0%} to {max(used):.0%}; the most used one gets "
@@ -194,7 +194,7 @@ def every_count(counts: Mapping[str, Counts]) -> Iterator[Row]:
 
 
 def usage_panels(counts: Mapping[str, Counts]) -> dict[str, Panel]:
-    """Return a panel per text with a curve per memory: how often slots are used, in multiples of the mean, most used first."""
+    """Return a panel per text with a `usage_curve` per memory."""
     panels = {}
     highest = max(usage_curve(one)[0] for memories in counts.values() for one in memories.values())
     ticks = [0, *(digit * 10**power for power in range(6) for digit in (1, 2, 5) if digit * 10**power <= highest)]
@@ -209,7 +209,7 @@ def usage_panels(counts: Mapping[str, Counts]) -> dict[str, Panel]:
 
 
 def usage_curve(counts: torch.Tensor) -> list[float]:
-    """Return how often the slots of a memory are used, in multiples of the mean, most used first, averaged over heads."""
+    """Return the use of slots in multiples of the mean, most used first, averaged over heads."""
     wide = counts.double().cpu()
     mean = wide.mean(-1, keepdim=True).clamp(min=1 / wide.shape[-1])
     return (wide / mean).sort(-1, descending=True).values.mean(0).tolist()

@@ -66,7 +66,7 @@ class TreeOptions:
 
 
 class BuiltTree(NamedTuple):
-    """A tree, whose `sizes` count rows, with the leaf of each row, `[N]`, int64: the last node of its path."""
+    """A tree, whose `sizes` count rows, with the leaf of each row, `[N]`, int64."""
 
     tree: ClusterTree
     leaves: np.ndarray
@@ -118,7 +118,7 @@ def topic_tree(
     origin: TreeOrigin,
     held_out: np.ndarray | None = None,
 ) -> BuiltTree:
-    """Return the tree in which rows have the given nodes, `paths` `[N, p]`: a node's centroid is the mean of its rows."""
+    """Return the tree of rows with given `paths` `[N, p]`: a centroid is the mean of its rows."""
     centroids, sizes = [], []
     for level, nodes in enumerate(paths.T, start=1):
         means = torch.full((branching**level, embeddings.shape[1]), torch.nan)
@@ -140,7 +140,7 @@ def _split(
     held_out: np.ndarray | None,
     progress: Callable[[int], object] | None,
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Cluster the members of each node, and return the children's centroids, NaN for absent ones, and the child of each row."""
+    """Cluster each node's members; return the children's centroids (NaN if absent) and rows' children."""
     child_centroids = torch.full((options.branching**level, embeddings.shape[1]), torch.nan)
     children = np.empty_like(nodes)
     for parent, members, chosen in _members_of(nodes, held_out):
@@ -161,7 +161,7 @@ def _split(
 
 
 def kmeans(sample: Sampler, num_clusters: int, steps: int, samples: int, rng: np.random.Generator) -> torch.Tensor:
-    """Compute centroids, `[num_clusters, c]`, float32, by EM; each step balances the clusters of a fresh sample."""
+    """Compute centroids, `[num_clusters, c]`, float32, by balanced EM on fresh samples."""
     from sklearn.cluster import kmeans_plusplus
 
     first = sample(samples, rng).double()
@@ -178,12 +178,12 @@ def kmeans(sample: Sampler, num_clusters: int, steps: int, samples: int, rng: np
 
 
 def nearest(rows: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Return the nearest of the centroids `[k, c]` of each row, `[n]`, int64; the first among equally near ones."""
+    """Return each row's nearest of the centroids `[k, c]`, `[n]`, int64, the first of equal ones."""
     return squared_distances(rows, centroids).argmin(-1)
 
 
 def balanced(assigned: np.ndarray, num_clusters: int, rng: np.random.Generator) -> np.ndarray:
-    """Return assignments `[n]` in which a cluster exceeds its share, `BALANCE / num_clusters`, by at most one."""
+    """Return assignments `[n]` whose clusters exceed `BALANCE / num_clusters` by at most one."""
     assigned = assigned.copy()
     sizes = np.bincount(assigned, minlength=num_clusters)
     while sizes.max() > BALANCE / num_clusters * len(assigned):
@@ -199,7 +199,7 @@ def balanced(assigned: np.ndarray, num_clusters: int, rng: np.random.Generator) 
 
 
 def held_out_rows(count: int, seed: int) -> np.ndarray | None:
-    """Draw the held-out rows of `count`, `[count]`, bool: one in 20, at most 512; None if there are fewer than 40."""
+    """Draw held-out rows, `[count]`, bool: one in 20, at most 512; None of fewer than 40."""
     if count < 2 * _ROWS_A_HELD_OUT:
         return None
     drawn = np.random.default_rng([seed, 1]).choice(
@@ -239,7 +239,7 @@ def _stretches(texts: Sequence[str], length: int, seed: int) -> list[str]:
 def grow_tree(
     tree: ClusterTree, embeddings: np.ndarray, options: TreeOptions, held_out: np.ndarray | None = None
 ) -> BuiltTree:
-    """Return a tree with new nodes, after the old ones in each level, for the rows that are not close to any topic of a tree."""
+    """Return a tree with new nodes, after the old ones, for rows that are near no topic."""
     assert (options.branching, options.levels) == (tree.branching, tree.levels)
     everything = np.arange(len(embeddings))
     near = np.concatenate(
@@ -273,7 +273,7 @@ def _least(tree: ClusterTree) -> float:
 
 
 def _least_similarity(tree: ClusterTree, embeddings: np.ndarray, seed: int) -> float:
-    """Return the similarity that 99 of 100 rows, or of a sample, reach: the first percentile, rounded down to four places."""
+    """Return the similarity that 99 of 100 (sampled) rows reach, rounded down to four places."""
     rows = np.arange(len(embeddings))
     if len(rows) > _MOST_MEASURED:
         drawn = np.random.default_rng([seed, 0]).choice(len(rows), _MOST_MEASURED, replace=False, shuffle=False)
@@ -287,7 +287,7 @@ def _rounded_down(similarity: float) -> float:
 
 
 def unit_rows(embeddings: np.ndarray, rows: np.ndarray | slice) -> torch.Tensor:
-    """Read some of the rows `[N, c]`, float16 or float32, and divide each by its length: `[n, c]`, float32."""
+    """Read some of the rows `[N, c]`, float16 or float32, at length 1: `[n, c]`, float32."""
     read = torch.from_numpy(np.array(embeddings[rows], np.float32))
     lengths = read.norm(dim=-1, keepdim=True)
     if not (lengths.isfinite() & (lengths > 0)).all():
@@ -305,7 +305,7 @@ def _drawn_rows(embeddings: np.ndarray, members: np.ndarray, number: int, rng: n
 
 
 def _members_of(nodes: np.ndarray, held_out: np.ndarray | None = None) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield each node that has members, ascending, with its members, and those not held out (all, if all are held out)."""
+    """Yield each node with its members, and those not held out (all, if all are held out)."""
     order = np.argsort(nodes, kind="stable")
     in_order = nodes[order]
     begins = np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]]))

@@ -37,7 +37,7 @@ class AssignPaths(PipelineStep):
         self.tree, self.device, self.batch_size = tree, device, batch_size
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        """Yield the documents of the previous step with their paths, in the same order; `rank` and `world_size` are ignored.
+        """Yield the documents of the previous step with their paths, in the same order.
 
         Raises:
             RequestError: If `MemoryRetriever.load` refuses the tree, or it names no tokenizer that can be loaded; or if a document

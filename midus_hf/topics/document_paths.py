@@ -36,7 +36,7 @@ def document_paths(
     texts: Iterable[str],
     window_tokens: int = 2048,
 ) -> Iterator[tuple[int, WindowPaths]]:
-    """Yield the index of each text that is not blank, with the path of each of its windows in a tree of topics.
+    """Yield the index of each text that is not blank, with the paths of its windows in a tree.
 
     `tokenizer` cuts windows of `window_tokens` tokens, and `retriever` looks up the path of each.
     """
@@ -52,7 +52,7 @@ def document_paths(
 
 
 def stored_paths(tree: ClusterTree, stored: StoredWindows) -> Iterator[tuple[int, WindowPaths]]:
-    """Yield the same as `document_paths` for the corpus that a tree was built from, using the stored embeddings of its windows."""
+    """Yield as `document_paths` does, from the stored embeddings of a tree's own corpus."""
     starts = range(0, len(stored.documents), _STRETCH)
     stretches = (unit_rows(stored.embeddings, slice(begin, begin + _STRETCH)) for begin in starts)
     paths = itertools.chain.from_iterable(paths_near_topics(tree, stretch).tolist() for stretch in stretches)
@@ -105,7 +105,7 @@ _CORPUS = "the corpus, without blank ones,"
 
 @dataclass(frozen=True)
 class TopicNames:
-    """The names of a tree's nodes: of the first level, each with those of its children, which are numbered in this order."""
+    """The names of a tree's nodes: of the first level, each with its children's, in order."""
 
     columns: tuple[str, ...]  # with the names, from the first level down
     names: dict[str, Any]
@@ -136,7 +136,7 @@ class TopicNames:
         return max(2, most(self.names))
 
     def paths(self, rows: "Dataset | Mapping[str, Sequence[Any]]", label: str = _CORPUS) -> np.ndarray:
-        """Return the node at each level of each text by its names, `[texts, levels]`, int64; messages call the rows `label`."""
+        """Return each text's path by its names, `[texts, levels]`, int64; messages say `label`."""
         branching, paths = self.branching, []
         for number, path in enumerate(_paths_of_names(rows, self.columns, label), start=1):
             below, node, nodes = self.names, 0, []

@@ -27,7 +27,7 @@ _UNUSED = "pooler."
 
 
 class TextEmbedder:
-    """Embedder of texts as unit vectors: the L2-normalised mean of a model's last hidden states over a text's tokens.
+    """Embedder of texts: the L2-normalised mean of a model's last hidden states over tokens.
 
     The attribute `width` is c, and `max_tokens` is the number of tokens of a text that are read, including special
     tokens.
@@ -67,7 +67,7 @@ class TextEmbedder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the used weights and the vocabulary, 64 hexadecimal digits. The model's location does not matter."""
+        """SHA-256 of the used weights and the vocabulary, 64 hexadecimal digits."""
         digest = hashlib.sha256(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode())
         for name, tensor in sorted(self.model.state_dict().items()):
             if not name.startswith(_UNUSED):
@@ -122,7 +122,7 @@ def _check_modules(name: str) -> None:
     modes |= {mode for mode in [pooling.get("pooling_mode")] if isinstance(mode, str)}
     if others := sorted(kinds - {*_MODULES}) + sorted(modes - {"mean_tokens", "mean"}):
         raise RequestError(
-            f"embedding model is {name!r}, whose files name {', '.join(others)}; expected {', '.join(_MODULES)} alone, with the "
+            f"embedding model is {name!r}, whose files name {', '.join(others)}; expected {', '.join(_MODULES)} only, with the "
             "mean of tokens. Choose such a model."
         )
 
@@ -164,7 +164,7 @@ class MemoryRetriever:
         self.tree, self.embedder = tree, embedder
 
     def paths(self, texts: Sequence[str]) -> torch.Tensor:
-        """Return the node of each of N texts at each level, `[N, p]`, int64; -1 if the text is blank or not close to any topic.
+        """Return the paths of texts, `[N, p]`, int64; -1 if a text is blank or near no topic.
 
         The first `embedder.max_tokens` tokens of a text are read.
         """
@@ -200,7 +200,7 @@ class MemoryRetriever:
 
 
 def paths_near_topics(tree: ClusterTree, embeddings: torch.Tensor) -> torch.Tensor:
-    """Return the paths of embeddings, `[N, p]`, with -1 at each level where similarity is below the tree's least one."""
+    """Return the paths of embeddings, `[N, p]`, with -1 if similarity is below the tree's least."""
     paths = tree.paths(embeddings)
     if tree.min_similarity is None or tree.min_similarity == -1:
         return paths

@@ -53,7 +53,7 @@ def build(
     topic_columns: Sequence[str] = (),
     overwrite: bool = False,
 ) -> ClusterTree:
-    """Embed a corpus, cluster it and write the tree: `tree.safetensors`, `tree.json`, and `windows/` with the embeddings.
+    """Embed a corpus, cluster it and write the tree, with the embeddings in `windows/`.
 
     After an interruption, another run reuses the existing embeddings.
 
@@ -110,7 +110,7 @@ def build(
 def grow(
     tree: Path, corpus: str, output: Path, column: str = "text", device: str = "cpu", batch_size: int = 64
 ) -> ClusterTree:
-    """Embed a corpus, and write a tree with new nodes for its windows that are not close to any topic of a tree.
+    """Embed a corpus, and write a tree with new nodes for its windows that are near no topic.
 
     Old nodes keep their numbers, so banks that were trained with the old tree work with the grown one. Windows are cut and
     embedded as for the old tree. `windows/` of the grown tree has the new corpus's windows, and no names of topics.
@@ -135,7 +135,7 @@ def grow(
     stored = store_windows(output / WINDOWS, documents, corpus, column, tokenizer, embedder, tokens)
     if TopicNames.load(Path(tree).expanduser() / WINDOWS) is not None:
         print_note(
-            f"the grown tree has no names of topics: assign finds paths in it by texts alone, by names in {tree}"
+            f"the grown tree has no names of topics: assign finds paths in it only by texts, by names in {tree}"
         )
     samples = max(TreeOptions.samples, 2 * old.branching)  # a tree of named topics may have any number of them
     options = TreeOptions(old.branching, old.levels, samples=samples, seed=old.origin.seed or 0)
@@ -155,7 +155,7 @@ def _finished(
     seed: int,
     topics: TopicNames | None = None,
 ) -> ClusterTree:
-    """Set a tree's least similarity by held-out windows, if any, and write it, the leaves of windows and the names of nodes."""
+    """Set a tree's least similarity by held-out windows, and write all of it."""
     if held_out is not None:
         apart = [window.text for window, is_held_out in zip(windows, held_out, strict=True) if is_held_out]
         calibrate(built.tree, apart, embedder.embed, seed)
@@ -170,7 +170,7 @@ def _finished(
 
 
 def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
-    """Read the tree and the windows that `build` wrote into a folder, and the leaf of each window, `[N]`, int32, memory-mapped.
+    """Read the tree and windows that `build` wrote, and each window's leaf, `[N]`, int32, memory-mapped.
 
     Raises:
         RequestError: If there is no tree, or its files were altered, or there are no windows.
@@ -181,7 +181,7 @@ def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
 
 
 def _checked_output(output: Path, overwrite: bool) -> Path:
-    """Return the folder of a new tree, before any work, if it may be written and scikit-learn is installed."""
+    """Return the folder of a new tree, if it may be written and scikit-learn is installed."""
     if importlib.util.find_spec("sklearn") is None:
         raise RequestError(f"clustering needs scikit-learn; {install_extra('clusters')}.")
     output = output.expanduser()

@@ -122,7 +122,7 @@ class ClusterTree:
         return digest.hexdigest()
 
     def paths(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the path of each embedding by greedy descent: at each level to the child with the nearest centroid (L2).
+        """Return the path of each embedding by greedy descent to the nearest centroid (L2).
 
         Children from which no leaf with data can be reached are left out; the next best sibling is taken. Among children
         that are equally near in float32, the first is taken.
@@ -144,10 +144,10 @@ class ClusterTree:
         return torch.cat([self._descend(stretch) for stretch in rows])
 
     def similarity(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the cosine of each embedding with the nearest topic of the first level, by the topic's centroid.
+        """Return the cosine of each embedding with the nearest centroid of the first level.
 
-        Topics of the first level are broad and have many windows. A leaf may have a single window, to which no other
-        text is near.
+        Topics of the first level are broad and have many windows. A leaf may have a single window, far from
+        all other texts.
 
         Args:
             embeddings: Embeddings `[N, c]`, finite, of any float dtype.
@@ -160,7 +160,7 @@ class ClusterTree:
         return (rows @ torch.nn.functional.normalize(topics.double(), dim=-1).T).max(-1).values.float()
 
     def without(self, nodes: Iterable[tuple[int, int]]) -> "ClusterTree | None":
-        """Return the tree without some nodes and all below, so that no text is assigned to them. Other nodes keep their numbers.
+        """Return the tree without some nodes and all below; other nodes keep their numbers.
 
         Args:
             nodes: Level, counted from 1, and number of each node.
@@ -182,7 +182,7 @@ class ClusterTree:
         return ClusterTree(self.branching, centroids, self.origin, sizes, self.min_similarity, lineage)
 
     def save(self, folder: str | Path) -> None:
-        """Write `tree.safetensors`, and then `tree.json`, into a folder, which is created. Each file appears whole or not at all."""
+        """Write `tree.safetensors` and `tree.json` into a new folder, each whole or not at all."""
         folder = Path(folder).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         record = {
@@ -258,7 +258,7 @@ class ClusterTree:
 
 
 def _takeable(centroids: Sequence[torch.Tensor], branching: int) -> list[torch.Tensor]:
-    """Return whether a leaf with data can be reached from each node, `[roots * branching ** l]`, bool, per level."""
+    """Return per level whether each node leads to a leaf with data, `[roots * branching ** l]`, bool."""
     takeable = [~level[:, 0].isnan() for level in centroids]
     for parents, children in reversed(list(itertools.pairwise(takeable))):
         parents &= children.unflatten(0, (-1, branching)).any(-1)
@@ -266,20 +266,20 @@ def _takeable(centroids: Sequence[torch.Tensor], branching: int) -> list[torch.T
 
 
 def folder_of_tree(folder: Path) -> Path:
-    """Return the folder with a tree's files: the folder itself, or a model's first bank that has them; all banks have one tree."""
+    """Return the folder with a tree's files: itself, or a model's first bank that has them."""
     if (folder / RECORD_FILE).exists():
         return folder
     return next((path.parent for path in sorted(folder.glob(f"{BANKS_FOLDER}/*/{RECORD_FILE}"))), folder)
 
 
 def lasting_name(name: str) -> str:
-    """Return the name of a model or corpus that stays valid in other working directories: a path as an absolute one."""
+    """Return a name of a model or corpus that is valid in any directory: paths are absolute."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.exists() else name
 
 
 def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Return squared L2 distances `[N, k]`, float32, to centroids `[k, c]`, or `[N, k, c]` of each embedding; NaN where these are."""
+    """Return squared L2 distances `[N, k]`, float32, to centroids `[k, c]` or `[N, k, c]`."""
     rows, wide = (
         embeddings.double(),
         centroids.double(),

@@ -31,7 +31,7 @@ _RECORD, _EMBEDDINGS, _DOCUMENTS = "windows.json", "embeddings.npy", "documents.
 
 
 class Window(NamedTuple):
-    """Consecutive tokens of a document, as text, with the index of the document and that of the window in it."""
+    """Consecutive tokens of a document, as text, with the indices of document and window."""
 
     document: int
     number: int
@@ -39,7 +39,7 @@ class Window(NamedTuple):
 
 
 def cut_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window_tokens: int) -> Iterator[Window]:
-    """Cut texts into consecutive windows of `window_tokens` tokens that do not overlap; the last one may be shorter."""
+    """Cut texts into consecutive windows of `window_tokens` tokens; the last may be shorter."""
     remaining = enumerate(documents)
     while batch := list(itertools.islice(remaining, _DOCUMENTS_A_BATCH)):
         encoded = tokenizer(
@@ -70,7 +70,7 @@ def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_window_tokenizer(tree: ClusterTree, name: str | Path) -> tuple[PreTrainedTokenizerBase, int]:
-    """Return the tokenizer that cut the windows of a tree, whose folder messages name, and the number of tokens of a window."""
+    """Return the tokenizer that cut a tree's windows, and a window's number of tokens."""
     if tree.origin.tokenizer is None:
         raise RequestError(
             f"tree {str(name)!r} does not say how windows are cut; expected a tree that 'midus cluster build' made."
@@ -79,7 +79,7 @@ def load_window_tokenizer(tree: ClusterTree, name: str | Path) -> tuple[PreTrain
 
 
 class StoredWindows(NamedTuple):
-    """The windows of a corpus in a folder, memory-mapped: a row of `embeddings` and of `documents` for each window."""
+    """A corpus's windows in a folder, memory-mapped: a row of `embeddings` and `documents` each."""
 
     embeddings: np.ndarray  # [N, c], float32
     documents: np.ndarray  # [N], int64
@@ -96,7 +96,7 @@ def store_windows(
     embedder: TextEmbedder,
     window_tokens: int = 2048,
 ) -> StoredWindows:
-    """Embed the windows of a corpus into a folder, and return them. Windows that are already in the folder are not embedded again."""
+    """Embed the windows of a corpus into a folder, except those already there, and return them."""
     from midus_hf.sources.progress import show_progress
 
     request = _request(rows, corpus, column, tokenizer, embedder, window_tokens)
@@ -189,7 +189,7 @@ def _texts_digest(rows: "Dataset", column: str) -> str:
 
 
 def only_run(folder: Path) -> AbstractContextManager[None]:
-    """Return a context that locks a folder for writing, and creates it. A folder that another run is writing to is an error."""
+    """Return a context that creates and locks a folder; another run's folder is an error."""
     busy = f"folder {str(folder)!r} is being written by another run; wait for that run, or choose another folder."
     return exclusive(folder, RequestError(busy))
 

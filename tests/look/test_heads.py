@@ -77,7 +77,7 @@ def test_memory_at_the_base_leaves_heads_as_important():
 @pytest.mark.parametrize("prompt_tokens", [0, 3, None])
 def test_unmeasurable_answers_are_refused(prompt_tokens):
     answers = [] if prompt_tokens is None else [Answer(torch.tensor([3, 4, 5]), prompt_tokens)]
-    some = f"an answer has 3 tokens, of which the prompt has {prompt_tokens}; expected some of each"
+    some = f"an answer has 3 tokens, {prompt_tokens} of them in the prompt; expected some"
     with refused(some if answers else "there is no answer to measure; expected one or more"):
         head_importance(tiny_model("llama"), answers)
 
