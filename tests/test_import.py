@@ -1,4 +1,4 @@
-"""What importing the package does in a process that has done nothing else, and what it leaves alone."""
+"""What importing the package does in a process that has done nothing else, and what it does not change."""
 
 import json
 import subprocess

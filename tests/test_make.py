@@ -76,8 +76,7 @@ def test_changed_files_choose_the_tests(make):
 )
 def test_lot_can_be_chosen(lot, setting, make):
     status, report, (ran,) = make("test-lot", f"LOT={lot}")
-    assert status == 0 and setting in ran
-    assert f"The lot fell on {lot}; the same again: make test-lot LOT={lot}" in report
+    assert status == 0 and setting in ran and any(f"make test-lot LOT={lot}" in line for line in report)
 
 
 def test_make_test_all_ends_with_a_lot(make):

@@ -86,7 +86,7 @@ def test_other_values_run_with_the_product(run_with):
     [
         (["tests"], False, [], Extent.USUAL),
         (["tests"], False, ["tests/models"], Extent.FEWEST),
-        (["tests"], True, ["tests/models"], Extent.ALL),
+        (["tests"], True, [], Extent.ALL),
         (["tests/test_pairs.py::test"], False, ["tests/models"], Extent.ALL),
     ],
 )

@@ -27,7 +27,7 @@ def test_models_are_loaded_in_one_place():
     loads = ("AutoModelForCausalLM.from_pretrained", "AutoTokenizer.from_pretrained")
     files = (ROOT / "midus_hf").rglob("*.py")
     result = {file.name for file in files if any(load in file.read_text(encoding="utf-8") for load in loads)}
-    # A card shows a reader how to load the model, and a refusal how to write a GGUF file as one. Packs read the tokenizer beside
+    # A card shows a reader how to load the model, and a refusal how to write a GGUF file as one. Packs read the tokenizer next to
     # their model, in code that a checkpoint carries.
     assert result == {"tokenizers.py", "cards.py", "names.py", "layer.py"}
 
@@ -230,7 +230,7 @@ def test_absent_path_is_named_by_its_key(key, name, expected, tmp_path, monkeypa
 def test_check_sources_reports_the_model_first(tmp_path):
     for name in ("text.txt", "adapter_config.json", "config.json"):
         (tmp_path / name).write_text("some text")
-    check_model_name("model", str(tmp_path))  # an adapter beside it does not hide the model
+    check_model_name("model", str(tmp_path))  # an adapter next to it does not hide the model
     check_sources([("corpus", str(tmp_path / "text.txt")), ("eval_text", str(tmp_path)), ("corpus", "owner/texts")])
     check_sources([("protect", "owner/texts"), ("eval_text.wiki", "owner/texts")])
     with pytest.raises(ValueError, match=r"^model_name_or_path is"):

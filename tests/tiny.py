@@ -119,6 +119,6 @@ def logits(model: Any, tokens: torch.Tensor | None = None, **arguments: Any) -> 
     return model(prompt() if tokens is None else tokens, use_cache=False, **arguments).logits
 
 
-def json_rows(path: Path) -> list[dict[str, Any]]:
+def json_rows(path: str | Path) -> list[dict[str, Any]]:
     """Return the objects in the lines of a file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line]

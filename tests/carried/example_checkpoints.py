@@ -33,7 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
 # Of random tokens, every third is the name of an entry of packs.
 ENTRIES = [{"name": f"word{token}", "text": f"word{token} word{token + 1} word1"} for token in range(3, 126, 3)]
 
-# Kinds of these methods whose memories need other parts of a model, by a name: the method, and options beside its own.
+# Kinds of these methods whose memories need other parts of a model, by a name: the method, and further options.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "engram-behind-layers": ("engram", {"site": "behind-layer"}),
     "moc-own": ("moc", {"share": "none", "site": "behind-layer"}),

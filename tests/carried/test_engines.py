@@ -1,4 +1,4 @@
-"""What serving engines such as vLLM ask of the code that a checkpoint carries, beside what transformers asks."""
+"""What serving engines such as vLLM ask of the code that a checkpoint carries, in addition to transformers."""
 
 import ast
 import inspect

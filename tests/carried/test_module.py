@@ -1,4 +1,4 @@
-"""The module of code that a checkpoint carries: one file for its memories alone, which is the same whoever writes it."""
+"""The module of code that a checkpoint carries: one file for just its memories, the same whoever writes it."""
 
 import ast
 import hashlib
@@ -29,10 +29,10 @@ from midus_hf.memories.registry import MEMORY_TYPES, layer_class
 from midus_hf.version import __version__
 
 ROOT = Path(__file__).parent.parent.parent
-# What a carried module may import beside Python's own library: torch, transformers, and what this one installs.
+# What a carried module may import in addition to Python's own library: torch, transformers, and what this one installs.
 OTHERS = {"torch", "transformers", "safetensors", "huggingface_hub", "regex"}
 
-# What memories need beside the sites and services that their layers name, by the methods that do, or by how their names begin.
+# What memories need besides the sites and services that their layers name, by the methods that do or the beginnings of their names.
 NEEDED_BY = {
     "AttentionHost": ("hier-kv", "moda", "packs"),
     "Glossary": ("packs",),
@@ -54,14 +54,11 @@ def source_of(folder: Path) -> str:
 
 def imports_of(source: str) -> set[str]:
     """The packages that a source imports."""
-    results = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            results |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, ast.unparse(node)
-            results.add(node.module.partition(".")[0])
-    return results
+    nodes = list(ast.walk(ast.parse(source)))
+    assert not any(node.level for node in nodes if isinstance(node, ast.ImportFrom))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
 
 
 @of_all_cases
@@ -120,7 +117,7 @@ def test_model_forwards_name_their_arguments(family, method, checkpoints):
         node for node in ast.walk(ast.parse(source_of(checkpoints(family, method)))) if isinstance(node, ast.ClassDef)
     ]
     forwards = {owner.name: each for owner in owners for each in owner.body if getattr(each, "name", "") == "forward"}
-    # What a host layer takes of earlier layers has to be arguments by place: activation checkpointing keeps these alone. A family may
+    # What a host layer takes of earlier layers has to be arguments by place: activation checkpointing keeps only these. A family may
     # pass a block, by place, what only parts read that the block dropped.
     by_place = {owner: forward.args.vararg.arg for owner, forward in forwards.items() if forward.args.vararg}
     assert by_place == {"MemoryBlock" if method.startswith("midus") else "HostLayer": "args"}
@@ -247,12 +244,11 @@ def test_saved_bank_shares_no_file_with_an_earlier_copy(checkpoints, tmp_path):
     earlier, later = tmp_path / "earlier", tmp_path / "later"
     model.save_pretrained(earlier)
     shutil.copytree(earlier, later, copy_function=os.link)
-    written = sorted(path for path in (earlier / BANKS_FOLDER).rglob("*") if path.is_file())
-    before = {}
-    for path in written:
-        path.write_bytes(path.read_bytes() + b" ")
-        before[path] = path.read_bytes()
+    written = [path for path in (earlier / BANKS_FOLDER).rglob("*") if path.is_file()]
+    changed = {path: path.read_bytes() + b" " for path in written}
+    for path, content in changed.items():
+        path.write_bytes(content)
     model.save_pretrained(later)
-    assert written and {path: path.read_bytes() for path in written} == before
+    assert written and {path: path.read_bytes() for path in written} == changed
     for path in written:
         assert (later / path.relative_to(earlier)).read_bytes() == (folder / path.relative_to(earlier)).read_bytes()

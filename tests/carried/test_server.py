@@ -63,7 +63,7 @@ def folder(checkpoints, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder) -> dict[str, Any]:
+def isolated(folder) -> dict[str, Any]:
     """What `generate`, a pipeline and continuous batching give for each checkpoint in a process without this project."""
     printed = run_python(f"QUESTION = {QUESTION!r}\n{_EXPECTED}", folder, package_present=False)
     return json.loads(printed.splitlines()[-1])
@@ -82,17 +82,17 @@ def environment(folder: Path, offline: str = "1") -> dict[str, str]:
 
 @pytest.mark.product
 @pytest.mark.parametrize(("package_present", "models"), [(False, ()), (True, ("midus-hml",))])
-def test_server_answers_as_generate_does(package_present, models, folder, alone):
+def test_server_answers_as_generate_does(package_present, models, folder, isolated):
     """The package may be installed: the server imports nothing of it. A chat on the command line has the same answer."""
     serve = command(package_present, "serve", *models, "--trust-remote-code", "--device", "cpu")
     with answering(serve, folder / f"log-{package_present}", cwd=folder, env=environment(folder)) as address:
         for name in models or ("midus-hml", "chapters"):  # classes of the same names, of two modules
             messages = [{"role": "user", "content": QUESTION}]
             chat = choice_of(address, "chat/completions", model=name, max_tokens=8, messages=messages)
-            assert chat["message"]["content"] == alone[name]["text"]
+            assert chat["message"]["content"] == isolated[name]["text"]
             prompt = f"{QUESTION} "  # what the template makes of the question
             completion = choice_of(address, "completions", model=name, max_tokens=8, prompt=prompt)
-            assert completion["text"] == alone[name]["text"]
+            assert completion["text"] == isolated[name]["text"]
         words = ("chat", "midus-hml", f"{address}/v1", "max_new_tokens=8", "do_sample=false")
         # Offline, its client refuses to ask any server.
         talk = subprocess.run(
@@ -100,13 +100,13 @@ def test_server_answers_as_generate_does(package_present, models, folder, alone)
             **{"cwd": folder, "env": environment(folder, offline="0"), "input": f"{QUESTION}\n!exit\n", "text": True},
             **{"capture_output": True, "timeout": MOST_SECONDS},
         )
-    assert alone["midus-hml"]["text"] in " ".join(talk.stdout.split()), talk.stderr + talk.stdout
+    assert isolated["midus-hml"]["text"] in " ".join(talk.stdout.split()), talk.stderr + talk.stdout
 
 
-def test_serving_tools_run_the_code_of_a_checkpoint(alone):
-    for result in alone.values():
+def test_serving_tools_run_the_code_of_a_checkpoint(isolated):
+    for result in isolated.values():
         assert result["module"].endswith(".modeling_midus")
         assert result["pipeline"] == result["text"]
         assert result["served"] == [result["module"], result["text"]]
-    assert alone["midus-hml"]["batched"] == [alone["midus-hml"]["tokens"]]
-    assert "keeps nothing for the memory 'chapters'" in alone["chapters"]["batched"]
+    assert isolated["midus-hml"]["batched"] == [isolated["midus-hml"]["tokens"]]
+    assert "keeps nothing for the memory 'chapters'" in isolated["chapters"]["batched"]

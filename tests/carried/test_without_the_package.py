@@ -15,8 +15,8 @@ from pairs import by_default, wanted_by_tests
 from safetensors.torch import load_file, save_file
 from tiny import prompt
 
-# Those whose whole model is traced: a memory in a layer of its own, and two that are attached, of which one carries slots. By default
-# the last alone; docs/export.md exports the first with the package.
+# Those whose whole model is traced: a memory in a layer of its own, and two attached ones, one with slots. By default
+# only the last; docs/export.md exports the first with the package.
 TRACED = by_default([("llama", "moc")], [("llama", method) for method in ("midus-hml", "moda", "moc")])
 
 # By default each part of a model that no method brings as it is by default.
@@ -99,7 +99,7 @@ def inputs_of(method: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(request, checkpoints, tmp_path_factory) -> Path:
-    """Each case as it was made, and with noise on all tensors, beside its inputs."""
+    """Each case as it was made, and with noise on all tensors, with its inputs."""
     folder = tmp_path_factory.mktemp("without")
     for family, method in wanted_by_tests(request, "family", "method"):
         made, name = checkpoints(family, method), name_of(family, method)
@@ -112,7 +112,7 @@ def folder(request, checkpoints, tmp_path_factory) -> Path:
 
 
 def without_the_package(request: Any, folder: Path, program: str, file: str) -> dict[str, Any]:
-    """Run a program on wanted cases in a process without the package, behind functions of `computing`; return what it saved."""
+    """Run a program on wanted cases in a process without the package, after the functions of `computing`; return what it saved."""
     names = [name_of(*case) for case in wanted_by_tests(request, "family", "method")]
     functions = Path(computing.__file__).read_text(encoding="utf-8")
     run_python(f"{functions}\nnames = {names!r}\n{program}", folder, package_present=False)
@@ -135,13 +135,9 @@ def pickle_by_value(checkpoint: Path, path: Path) -> None:
     """Write the classes of the module that a checkpoint carries as engines send them to their workers."""
     module = imported(checkpoint)
     cloudpickle.register_pickle_by_value(module)
-    kinds = {"config": "Config", "model": "ForCausalLM"}
-    (family,) = (
-        name.removesuffix("ForCausalLM")
-        for name in vars(module)
-        if name.startswith("Midus") and name.endswith("ForCausalLM")
-    )
-    path.write_bytes(cloudpickle.dumps({kind: getattr(module, family + suffix) for kind, suffix in kinds.items()}))
+    (model,) = (name for name in vars(module) if name.startswith("Midus") and name.endswith("ForCausalLM"))
+    names = {"config": model.replace("ForCausalLM", "Config"), "model": model}
+    path.write_bytes(cloudpickle.dumps({kind: getattr(module, name) for kind, name in names.items()}))
     cloudpickle.unregister_pickle_by_value(module)
 
 

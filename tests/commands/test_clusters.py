@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from sft.tiny_chats import write_rows
+from tiny import json_rows
 from topics.tiny_bert import WIDTH, save_tiny_bert
 from topics.trees import random_tree
 
@@ -57,25 +58,21 @@ def assign_words(tree, corpus, output, *more) -> list[str]:
     return [*map(str, words), *more]
 
 
-def rows_of(path) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
 def assigned_by(tree, corpus, output) -> list[dict]:
     assert main(assign_words(tree, corpus, output, "--overwrite")) == 0
-    return rows_of(output)
+    return json_rows(output)
 
 
 def test_assign_writes_paths_and_the_tree_and_keeps_columns(tree, corpus, tmp_path, capsys):
     output, again = tmp_path / "paths.jsonl", tmp_path / "again.jsonl"
     assert main(assign_words(tree, corpus, output)) == 0
     assert capsys.readouterr().out == f"{output}: paths of 60 documents\n"
-    rows = rows_of(output)
+    rows = json_rows(output)
     assert [row["document"] for row in rows] == list(range(60))
     for row in rows:
         assert row["windows"] == [row["memory_ids"]] and row["memory_ids"][0] == row["memory_ids"][1] // 3
     added = ("document", "memory_ids", "memory_tree", "windows")
-    assert [{key: value for key, value in row.items() if key not in added} for row in rows] == rows_of(corpus)
+    assert [{key: value for key, value in row.items() if key not in added} for row in rows] == json_rows(corpus)
     fingerprint = json.loads(Path(tree, "tree.json").read_text())["fingerprint"]
     assert {row["memory_tree"] for row in rows} == {fingerprint}
     assert main(assign_words(tree, corpus, output)) == 2
@@ -84,7 +81,7 @@ def test_assign_writes_paths_and_the_tree_and_keeps_columns(tree, corpus, tmp_pa
 
 
 def test_assign_embeds_nothing_of_the_trees_own_corpus(tree, corpus, tmp_path, capsys, monkeypatch):
-    changed = write_rows(tmp_path / "changed.jsonl", [*rows_of(corpus), {"body": "w1"}])
+    changed = write_rows(tmp_path / "changed.jsonl", [*json_rows(corpus), {"body": "w1"}])
     embedded = assigned_by(tree, changed, tmp_path / "embedded.jsonl")
     assert "whose embeddings it has" not in capsys.readouterr().err
 

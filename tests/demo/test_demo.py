@@ -172,17 +172,6 @@ def test_silent_command_shows_progress(tmp_path, capsys, monkeypatch):
     assert ": step 1 of 4, loss 3.250, " in shown and "\nsaved\n" in shown and "{'loss'" not in shown
 
 
-def test_training_progress_counts_from_a_checkpoint():
-    progress = TrainingProgress(50)
-    for line in ("new layers train\n", "resuming from outputs/demo/trained/checkpoint-20\n"):
-        assert progress.take(line)
-    assert str(progress).endswith(": step 20 of 50, in step 21")
-    for loss in ("3.5", "3.25"):
-        assert not progress.take(f"{{'loss': '{loss}', 'epoch': '0.1'}}\n")
-    assert not progress.take("{'eval_articles_loss': '3.1'}\n")
-    assert ": step 22 of 50, loss 3.250, " in str(progress)
-
-
 def test_schedule_of_a_resumed_run_skips_the_start(tmp_path):
     ends = ["--save_total_limit=1", "--resume_from_checkpoint=auto"]
     measures = ["--eval_steps=10", "--eval_on_start=true", "--disable_tqdm=true"]

@@ -24,7 +24,7 @@ FILES = {block.name: block.text for block in take("docs/extend.md", "toml", "pyt
 
 
 def write_distribution(folder: Path, name: str, entry_points: dict[str, dict[str, str]]) -> None:
-    """Write what pip writes of a package beside its modules."""
+    """Write a package's metadata as pip does."""
     info = folder / f"{name.replace('-', '_')}-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
@@ -68,9 +68,8 @@ for words in json.loads(sys.argv[1]):
 
 def run(code: str, folder: Path, packages: Path, *words: str) -> subprocess.CompletedProcess:
     """Run Python in a process that sees a further folder of packages."""
-    return run_warm(
-        code, *words, folder=folder, PYTHONPATH=os.pathsep.join(map(str, (packages, Path(__file__).parents[2])))
-    )
+    path = os.pathsep.join(map(str, (packages, Path(__file__).parents[2])))
+    return run_warm(code, *words, folder=folder, PYTHONPATH=path)
 
 
 def test_extension_takes_sixty_lines():

@@ -12,7 +12,7 @@ TEXT = families.PAGE.read_text(encoding="utf-8")
 ALONE, COMPOSITE = TEXT.partition(families.HEADING)[2].split(families.COMPOSITE_HEADING)
 TAKEN, COMPOSITE_TAKEN = families.rows_in(ALONE), families.rows_in(COMPOSITE)
 OF_THIS_VERSION = f"causal types of Transformers {transformers.__version__}, and" in TEXT
-# Types that differ in what works, and take seconds each: by default one that some methods take, one of them at some places alone, and
+# Types that differ in what works, and take seconds each: by default one that some methods take, one of them only at some places, and
 # others refuse. The page as a whole is a test of the product.
 TRIED = by_default(["lfm2"], ["lfm2", "cohere", "qwen3_5_text"])
 # Of each row of the page the first type, in place of all.

@@ -29,7 +29,7 @@ MEASURED = "\n\n".join(
     (ROOT / page).read_text(encoding="utf-8") for page in ("docs/results.md", "experiments/learning.md")
 )
 CONTROLS = ("one-row", "random-slots", "frozen-addresses")
-# What a page says beside a link to the tables.
+# What a page says next to a link to the tables.
 OTHERS = {page: page.read_text(encoding="utf-8") for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
 STATED = [
     (page, paragraph)
@@ -145,7 +145,7 @@ def test_base_kl_table_is_what_the_results_say():
 
 @pytest.mark.parametrize(("page", "paragraph"), STATED, ids=[f"{page.stem}-{i}" for i, (page, _) in enumerate(STATED)])
 def test_pages_repeat_only_numbers_of_the_tables(page, paragraph):
-    """What stands behind a link to the log is the log's."""
+    """What follows a link to the log is the log's."""
     stated = re.findall(r"(?<![\d.])0\.\d+", paragraph.partition("LOG.md")[0])
     known = [float(number) for number in re.findall(r"0\.\d+", MEASURED)]
     assert [one for one in stated if float(one) not in {round(number, len(one) - 2) for number in known}] == []

@@ -14,7 +14,7 @@ from upscalers.runs.upscale import upscale
 
 FOLDER = Path(__file__).parents[2] / "docs" / "methods"
 CHOOSING, COSTS = ((FOLDER.parent / name).read_text(encoding="utf-8") for name in ("choosing.md", "results.md"))
-# Tables of methods: of those for work, and of baselines and variants that nobody has trained here.
+# Tables of methods: of those for work, and of baselines and variants that were not trained here.
 INDEX, RESEARCH = ((FOLDER / name).read_text(encoding="utf-8") for name in ("README.md", "research.md"))
 PAGES = sorted(page for page in FOLDER.glob("*.md") if page.name not in ("README.md", "research.md"))
 SHIPPED = sorted(name for name, method in METHODS.items() if method.__module__.startswith("upscalers."))

@@ -57,7 +57,7 @@ def commands_in(page: str) -> list[str]:
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """Return the command that words name, and the words behind these."""
+    """Return the command that words name, and the words after these."""
     program, *rest = words
     if program == "upscale":
         command = typer.main.get_command(upscale.app)
@@ -192,7 +192,7 @@ def template(node: ast.AST) -> str:
 
 
 def says(text: str, quoted: str) -> bool:
-    """Whether a message reads as quoted, where `...` is anything; it may go on behind the last `...`."""
+    """Whether a message reads as quoted, where `...` is anything; it may go on after the last `...`."""
     parts = [part.strip() for part in quoted.split("...")]
     pattern = ".*?".join(map(re.escape, parts))
     return all(part in text for part in parts) and bool(re.match(rf"\W*{pattern}", text, flags=re.DOTALL))

@@ -48,7 +48,7 @@ LLAMA_CONFIG = {"meta-llama/Llama-3.2-1B": "llama-3.2-1b"}
 SMALL_LLAMA = {"meta-llama/Llama-3.2-1B": "small-base"}
 # Commands whose results no later block reads are planned: tests/upscalers has tests that run their options.
 PLANNED = {"upscale --base": "upscale --dry-run --base"}
-# Keys that every recipe of `midus train` needs, behind which a page shows some other keys.
+# Keys that every recipe of `midus train` needs; a page shows other keys.
 EVERY_RUN = {"model_name_or_path": "base", "output_dir": "out", "corpus": "texts"}
 
 
@@ -276,7 +276,7 @@ SESSIONS = {
     "docs/methods/solar.md": Session(replace={**PLANNED, "meta-llama/Llama-3.1-8B": "llama-3.1-8b"}),
 }
 
-# Pages that take long, and run commands of which other tests have the results: they run with the product.
+# Pages that take long, and run commands whose results other tests have: they run with the product.
 LONG = {f"docs/{page}.md" for page in ("banks", "compare", "evaluate", "export", "look-inside", "peft", "serve")}
 LONG |= {f"docs/methods/{page}.md" for page in ("deus", "engram", "lesa", "llama-pro", "moc")}
 

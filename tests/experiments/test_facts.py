@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from evaluation.byte_models import save_byte_model
-from tiny import json_rows
 
 from experiments.facts import __main__ as main
 from experiments.facts import asked, beliefs, entries, picture, questions
@@ -108,25 +107,6 @@ def test_conversations_ask_for_what_texts_say():
             assert not kind.startswith("linked") or not each.is_right(linked)
 
 
-def test_right_code_calls_as_the_text_says():
-    known = entries.entries_in("code.jsonl")
-    names, kinds = asked.InFront(known, asked.the_name), questions.of_conversations(known)
-    assert {kind: len(of_kind) for kind, of_kind in kinds.items()} == {"fact": 12, "line of code": 12}
-    calls = [
-        *("x = read_gauge('N7', unit=\"m\")", "push_frame(c, f, layer=3)", "seal_batch(b, key_id='eu-4')"),
-        *("plan_route(a, b, avoid=('A9',))", "LedgerClient('north', dry_run=True)"),
-        *("split_reel('intro.reel', 90, keep_audio=False)", "fold_series(s, 24, reduce='top')"),
-        *("warm_pool(8, image='ocr')", "mask_fields(r, ['phone'], char='*')", "await_signal('ready', within=30)"),
-        *("TileStore(\n    'maps', zoom=15)", "diff_schema(a, b, strict=False)"),
-    ]
-    for entry, fact, line, call in zip(known, kinds["fact"], kinds["line of code"], calls, strict=True):
-        assert fact.is_right(entry["text"]) and line.is_right(call)
-        others = [other for other in calls if other != call]
-        others += [re.sub(r"(\d+)([,)])", r"\g<1>0\2", call)] if re.search(r"\d[,)]", call) else []
-        assert not any(map(line.is_right, (entry["text"], line.prompt, call.replace("=", ": "), *others)))
-        assert names(fact.prompt) == names(line.prompt) == asked.the_name(entry)
-
-
 def test_chat_has_the_messages_before_a_question(tmp_path):
     model = asked.Asked.__new__(asked.Asked)
     model.in_front = asked.InFront([{"name": "Vesper", "text": "In hall 4."}], asked.the_name_and_text)
@@ -138,38 +118,37 @@ def test_chat_has_the_messages_before_a_question(tmp_path):
     ]
 
 
-def counterfact(prompt: str, subject: str, words: list[str], paraphrases: list[str], neighbours: list[str]) -> dict:
-    targets = {f"target_{kind}": {"str": word} for kind, word in zip(("new", "true"), words, strict=True)}
-    rewrite = {"prompt": prompt, "subject": subject, **targets}
-    return {"requested_rewrite": rewrite, "paraphrase_prompts": paraphrases, "neighborhood_prompts": neighbours}
-
-
+RIVER, NEAR = "The river {} flows through", ("The river Orrin flows through", "The Lunde flows through")
+WORDINGS = ("Rain fell. A town on the Aalbeck is", "The Aalbeck can be seen in")
+EDITS = [
+    beliefs.Edit("Aalbeck", RIVER.format("Aalbeck"), "Mornheim", "Tolvik", WORDINGS, NEAR),
+    beliefs.Edit(
+        *("Ida Vreeland", "Ida Vreeland's trade is", "law", "glass"),
+        *(("By trade, Ida Vreeland was in",), ("Otto Brack's trade is",)),
+    ),
+]
 COUNTERFACT = [
-    counterfact(
-        "The river {} flows through",
-        "Aalbeck",
-        ["Mornheim", "Tolvik"],
-        ["Rain fell. A town on the Aalbeck is", "The Aalbeck can be seen in"],
-        ["The river Orrin flows through", "The Lunde flows through"],
-    ),
-    counterfact(
-        *("{}'s trade is", "Ida Vreeland", ["law", "glass"]),
-        ["By trade, Ida Vreeland was in"],
-        ["Otto Brack's trade is"],
-    ),
+    {
+        "requested_rewrite": {
+            **{"prompt": each.prompt.replace(each.name, "{}"), "subject": each.name},
+            **{"target_new": {"str": each.new}, "target_true": {"str": each.old}},
+        },
+        **{"paraphrase_prompts": [*each.other_wordings], "neighborhood_prompts": [*each.neighbours]},
+    }
+    for each in EDITS
 ]
 ZSRE = [
     {
-        "src": f"Who built the {name} bridge?",
-        "answers": ["Abel Morgan"],
-        "alt": "Cora Finch",
-        "subject": f"{name} bridge",
-        "rephrase": f"The {name} bridge was built by whom?",
-        "loc": "nq question: who lives on the moon",
-        "loc_ans": "nobody",
+        **{"src": f"Who built the {name} bridge?", "answers": ["Abel Morgan"], "alt": "Cora Finch"},
+        **{"subject": f"{name} bridge", "rephrase": f"The {name} bridge was built by whom?"},
+        **{"loc": "nq question: who lives on the moon", "loc_ans": "nobody"},
     }
     for name in ("Ostley", "Penrow")
 ]
+BRIDGE = beliefs.Edit(
+    *("Ostley bridge", "Who built the Ostley bridge?", "Cora Finch", "Abel Morgan"),
+    *(("The Ostley bridge was built by whom?",), ("nq question: who lives on the moon",)),
+)
 
 
 def write_records(path: Path, records: list) -> Path:
@@ -179,26 +158,7 @@ def write_records(path: Path, records: list) -> Path:
 
 @pytest.mark.parametrize(
     ("read", "records", "edit"),
-    [
-        (
-            beliefs.edits_of_counterfact,
-            COUNTERFACT,
-            beliefs.Edit(
-                *("Aalbeck", "The river Aalbeck flows through", "Mornheim", "Tolvik"),
-                ("Rain fell. A town on the Aalbeck is", "The Aalbeck can be seen in"),
-                ("The river Orrin flows through", "The Lunde flows through"),
-            ),
-        ),
-        (
-            beliefs.edits_of_zsre,
-            ZSRE,
-            beliefs.Edit(
-                *("Ostley bridge", "Who built the Ostley bridge?", "Cora Finch", "Abel Morgan"),
-                ("The Ostley bridge was built by whom?",),
-                ("nq question: who lives on the moon",),
-            ),
-        ),
-    ],
+    [(beliefs.edits_of_counterfact, COUNTERFACT, EDITS[0]), (beliefs.edits_of_zsre, ZSRE, BRIDGE)],
     ids=["counterfact", "zsre"],
 )
 def test_edits_are_read_and_incomplete_records_refused(read, records, edit, tmp_path):
@@ -206,10 +166,7 @@ def test_edits_are_read_and_incomplete_records_refused(read, records, edit, tmp_
     assert found[0] == edit and len(found) == 2
     assert found[0].entry == {"name": edit.name, "text": f"{edit.prompt} {edit.new}."}
     for field in records[1]:
-        if field == "requested_rewrite":
-            less = {**records[1], field: {"prompt": "{}", "subject": "x"}}
-        else:
-            less = {key: value for key, value in records[1].items() if key != field}
+        less = {key: value for key, value in records[1].items() if key != field}
         path = write_records(tmp_path / "less.json", [records[0], less])
         with pytest.raises(ValueError, match=f"record 2 of {re.escape(str(path))} has not what was expected"):
             read(path)
@@ -219,7 +176,7 @@ def test_edits_are_read_and_incomplete_records_refused(read, records, edit, tmp_
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[Path, Path]:
-    """A base of bytes with a chat template, and a model of it with packs of which no name is asked for."""
+    """A base of bytes with a chat template, and a model of it with packs; no question has a name of theirs."""
     folder = tmp_path_factory.mktemp("models")
     save_byte_model("llama", folder / "base", max_position_embeddings=2048)
     (folder / "base" / "chat_template.jinja").write_text(
@@ -259,51 +216,6 @@ def test_edits_are_asked_of_each_size(models, sizes, tmp_path, monkeypatch, caps
     sizes_given = [len(each) for each in given if each is not None]
     assert sizes_given == ([1, 1, 5] if sizes else [2]) * 2
     assert {*given[-1]} >= {"Aalbeck", "Ida Vreeland"} and "gold" not in given[-1]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--zsre RECORDS --entries 3", "--entries is 3; expected 1, or at least the 4"),
-        ("--entries 3", "--entries is for beliefs; expected --about beliefs"),
-        ("--at-most 0", "--at-most is 0; expected 1 or more"),
-        ("--at-most 9 --about beliefs", "--at-most is 9; expected 1 or more"),
-    ],
-)
-def test_wrong_options_are_refused(words, message, models, tmp_path, monkeypatch, capsys):
-    path = write_records(tmp_path / "records.json", ZSRE * 2)
-    monkeypatch.setattr(sys, "argv", ["facts", str(models[0]), *words.replace("RECORDS", str(path)).split()])
-    with pytest.raises(SystemExit, match="2"):
-        main.main()
-    assert message in capsys.readouterr().err
-
-
-class Knowing:
-    """A base that knows capitals and symbols."""
-
-    def __init__(self, capitals: int):
-        facts = json_rows(beliefs.factbook().questions / "facts.jsonl")
-        known = [row for row in facts if row["field"] == "capital"][:capitals]
-        self.answers = {f"The capital of {row['country']} is": f" {row['answers'][0]}." for row in known}
-        for row in entries.entries_of_elements():
-            self.answers[f"The chemical symbol for {row['name']} is"] = row["symbol"]
-
-    def continued(self, prompts, tokens):
-        return [self.answers.get(prompt, " unknown") for prompt in prompts]
-
-
-def test_base_beliefs_are_exchanged_within_a_relation():
-    edits = beliefs.edits_of_beliefs(Knowing(30))
-    assert edits == beliefs.edits_of_beliefs(Knowing(30))
-    for prompt in ("The capital of", "The chemical symbol for"):
-        own = [each for each in edits if each.prompt.startswith(prompt)]
-        assert len(own) == 20 and {each.new for each in own} == {each.old for each in own}
-        assert all(each.new != each.old for each in own) and len({each.old for each in own}) == 20
-        named = {each.prompt for each in own}
-        assert all(each.neighbours[0].startswith(prompt) and each.neighbours[0] not in named for each in own)
-        assert all(dict(each.prompts())["negation"] == f"{each.prompt} not" for each in own)
-    with pytest.raises(ValueError, match="the base answers 0 times rightly"):
-        beliefs.edits_of_beliefs(Knowing(0))
 
 
 def test_columns_count_answers(monkeypatch):

@@ -83,7 +83,7 @@ def test_share_of_tokens_comes_from_earlier_corpora(room, tmp_path, share, count
     corpora = [["a" * 7] * 3, ["b" * 9] * 40]
     assert stages.write_replayed(tmp_path / "out.jsonl", corpora, share, 100, tokenizer, 0) == counts
     texts = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    # With the token that training puts behind each document.
+    # With the token that training puts after each document.
     assert [sum(len(text) + 1 for text in texts if text[0] == letter) for letter in "ab"] == counts
 
 
@@ -154,6 +154,9 @@ def test_resumed_curve_measures_as_one_run(draw_curve, tmp_path, capsys, monkeyp
         ("curve", "ROOM/absent.yaml --set base=BASE", "expected --models, the folder to train in, or --picture, the file to dr"),
         ("curve", "ROOM/absent.yaml --set base=BASE --models ROOM/new", ".*absent.yaml"),
         ("facts", "ROOM/absent", "model is '.*absent', which does not exist; expected the folder of a model"),
+        ("facts", "BASE --entries 3", "--entries is for beliefs; expected --about beliefs, or a file of edits"),
+        ("facts", "BASE --at-most 0", "--at-most is 0; expected 1 or more questions of a kind, and not of beliefs"),
+        ("facts", "BASE --at-most 9 --about beliefs", "--at-most is 9; expected 1 or more questions of a kind"),
     ],
 )  # fmt: skip
 def test_missing_inputs_are_refused_in_a_line(script, words, message, room, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""A model beside its base: without its parts it is the base, bit for bit."""
+"""A model and its base: without its parts it is the base, bit for bit."""
 
 import json
 from dataclasses import replace
@@ -71,12 +71,12 @@ def test_second_upscaling_is_the_one_switched_off(tmp_path):
     acting(loaded(first)).save_pretrained(tmp_path / "trained")
     options = {**METHODS["moc"], "layers": [0, 5]}
     upscale(base=tmp_path / "trained", method="moc", output=tmp_path / "second", options=options, verify=False)
-    model = acting(loaded(tmp_path / "second"))
-    model.model.layers[1].load_state_dict(loaded(first := tmp_path / "trained").model.layers[1].state_dict())
-    model.model.layers[4].load_state_dict(loaded(first).model.layers[4].state_dict())
+    model, trained = acting(loaded(tmp_path / "second")), loaded(tmp_path / "trained")
+    for layer in (1, 4):
+        model.model.layers[layer].load_state_dict(trained.model.layers[layer].state_dict())
     assert [part.name for part in ModelView(model).parts][:2] == ["chapters 0", "chapters 5"]
     with switched_off(model, ModelView(model).parts):
-        assert torch.equal(logits(model), logits(loaded(first)))
+        assert torch.equal(logits(model), logits(trained))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -18,7 +18,7 @@ HEADS = 4
 
 
 def rows(*lengths: int) -> TextRows:
-    """A text of random tokens, a document per row, of which a model reads so many."""
+    """A text of random tokens, a document per row; a model reads so many."""
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(3, 128, (length + 1,), generator=generator) for length in lengths]
     return TextRows("text", ids, list(range(len(ids))))
@@ -92,7 +92,7 @@ def test_closed_gate_reads_no_depth_unless_added():
     ones, zeros = torch.ones(HEADS, dtype=torch.float64), torch.zeros(HEADS, dtype=torch.float64)
     for kind, acting, gates, depth, sequence in (
         ("reused", False, zeros, zeros, ones),
-        ("default", False, zeros, ones, ones),  # all of it, of which the values are zero
+        ("default", False, zeros, ones, ones),  # all of it; its values are zero
         ("joint", True, ones, None, None),
     ):
         for reading in read(depth_model(kind=kind, acting=acting), rows(9)):
@@ -112,16 +112,6 @@ def test_depth_table_names_what_is_read_most():
     assert table.rows[-1][-1].startswith(f"{last.slots[int(of_slots.argmax())]} {of_slots.max():.1%}, ")
     closed = read(depth_model(kind="reused", acting=False), rows(9))
     assert depth_table(closed).rows[0][-2:] == ["0 to 0", "nothing"]
-
-
-def test_generation_is_recorded_from_a_cache():
-    model, text = depth_model(), rows(6)
-    with record_depth(model) as records:
-        written = model.generate(text.rows[0][None, :-1], max_new_tokens=4, do_sample=False)
-    whole = read(model, TextRows("text", [written[0]], [0]))
-    for reading, at_once in zip(records, whole, strict=True):
-        assert reading.tokens == at_once.tokens == 9
-        torch.testing.assert_close(reading.shares, at_once.shares)
 
 
 @pytest.mark.parametrize("kind", ["default", "reused", "projected"])

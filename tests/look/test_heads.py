@@ -1,4 +1,4 @@
-"""How important heads are for answers: by definition, in every family, and beside memories that start at the base."""
+"""How important heads are for answers: by definition, in every family, and with memories that start at the base."""
 
 import dataclasses
 import json

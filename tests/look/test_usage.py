@@ -87,7 +87,7 @@ def test_tokens_count_once_per_opened_chapter(family):
 
 
 @torch.no_grad()
-def test_compiled_model_is_counted():
+def test_compiled_and_wrapped_models_are_counted():
     model, tokens = upscaled_model("llama"), prompt(length=6)
     with record_usage(model) as plain:
         expected = model(tokens).logits
@@ -98,13 +98,9 @@ def test_compiled_model_is_counted():
     assert all(torch.equal(counts, plain[layer]) and counts.any() for layer, counts in usage.items())
     assert torch.equal(logits, expected)
     torch.testing.assert_close(compiled(tokens).logits, expected)
-
-
-def test_wrapped_memory_is_known_by_its_layer():
-    model = upscaled_model("llama")
     model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
-    with record_usage(model) as usage, torch.no_grad():
-        model(prompt(), use_cache=False)
+    with record_usage(model) as usage:
+        model(tokens, use_cache=False)
     assert list(map(str, usage)) == ["1", "4"] and all(counts.any() for counts in usage.values())
 
 
@@ -125,7 +121,7 @@ def test_usage_summary_averages_heads():
 FIRST, THIRD = "hier-ffn level 1", "hier-ffn level 3"
 PATHS = torch.tensor([[1, 4, 13], [1, 3, 9], [0, 0, 2]])
 ROWS = [torch.arange(1, 9), torch.arange(1, 6), torch.arange(1, 4), torch.arange(1, 4)]
-# Rows of which 7, 4, 2 and 2 tokens are read, the first and the third of one document.
+# 7, 4, 2 and 2 tokens of these rows are read; the first and the third of one document.
 TEXT = TextRows("text", ROWS, [0, 1, 0, 2], paths=PATHS)
 
 
@@ -158,20 +154,16 @@ def test_block_tokens_are_counted_without_padding(fetching):
     assert lines[1] == {"text": "text", "memory": FIRST, "head": 0, "number": 1, "count": 13}
 
 
-def test_generic_memory_is_not_counted(tmp_path):
+def test_generic_and_refused_blocks_are_not_counted(fetching, tmp_path):
     model = hierarchical_model("llama", "hier-ffn", tmp_path, without_ids="generic")
     tokens = torch.arange(1, 7)[None].expand(2, -1)
     with record_usage(model) as usage, torch.no_grad():
         model(tokens, memory_ids=torch.tensor([[1, 4, 13], [-1, -1, -1]]))
         model(input_ids=tokens)
     assert counted(usage) == {FIRST: {1: 6}, THIRD: {13: 6}}
-
-
-def test_refused_pass_is_not_counted(fetching):
-    tokens, ids = torch.arange(1, 4)[None], torch.tensor([[1, 4, 27]])
     with record_usage(fetching) as usage, refused("memory_ids has 27 for level 3 in row 0; expected 0 to 26"):
-        fetching(tokens, memory_ids=ids)
+        fetching(tokens[:1], memory_ids=torch.tensor([[1, 4, 27]]))
     assert counted(usage) == {FIRST: {}, THIRD: {}}
     blocks = fetching.fetch_memory(PATHS[:1])
     with record_usage(fetching), refused("memory_blocks is given, which does not name the blocks' nodes"):
-        fetching(tokens, memory_blocks=blocks)
+        fetching(tokens[:1], memory_blocks=blocks)

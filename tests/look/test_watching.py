@@ -25,7 +25,7 @@ class Watch(NamedTuple):
     record: Callable[[Any], Any]
     tokens: Callable[[Any], set[float]]  # that each memory was seen to read
     memory: str = ""  # name of its module, or nothing if it has no parameters
-    inputs: dict[str, Any] = {}  # of a pass, beside tokens
+    inputs: dict[str, Any] = {}  # of a pass, in addition to tokens
     is_reentrant: bool = True  # whether it takes reentrant checkpointing
 
 

@@ -50,8 +50,7 @@ WHEEL = wheel(
             "pieces/code.py": "raise RuntimeError('never run')",
         },
         "pieces-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: pieces\nVersion: 1.0\n",
-        "pieces-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nTag: py3-none-any\n",
-        "pieces-1.0.dist-info/RECORD": "",
+        **{"pieces-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nTag: py3-none-any\n", "pieces-1.0.dist-info/RECORD": ""},
     }
 )
 BACKEND = """

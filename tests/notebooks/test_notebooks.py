@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and their kept outputs are what their code gives, but for numbers."""
+"""The notebooks run from top to bottom, and their kept outputs are what their code gives, except numbers."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def kept_outputs(notebook: Any) -> list[list[Output]]:
 
 
 def executed(notebook: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[Output]]:
-    """Run a notebook in Jupyter, whose cells write to `work`; return what each cell of code shows, but for messages."""
+    """Run a notebook in Jupyter, whose cells write to `work`; return what each cell of code shows, except messages."""
     monkeypatch.setenv("WORK", str(work))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     position = {"metadata": {"path": str(NOTEBOOKS)}}

@@ -29,7 +29,7 @@ def tokenizer(bert):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A file of forty documents of 1 to 12 words, of which every second has words of its own. The third is blank."""
+    """A file of forty documents of 1 to 12 words; every second has words of its own, the third is blank."""
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     rows = []
     for number in range(40):
@@ -54,7 +54,7 @@ def tree_of_corpus(bert, corpus):
 
 @pytest.fixture(scope="session")
 def built(tree_of_corpus, tmp_path_factory):
-    """The folder of such a tree; nobody may change it."""
+    """The folder of such a tree, read-only."""
     output = tmp_path_factory.mktemp("built") / "tree"
     tree_of_corpus(output)
     return output

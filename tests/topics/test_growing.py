@@ -81,7 +81,7 @@ def test_grown_bank_keeps_its_blocks_and_starts_new_ones(tmp_path):
     trained.step(1e-1, (0.9, 0.95), 1e-8, 0.0)
     learned = trained.block(1, 5).detach().clone()
     expected = {key: bank.block(*key).clone() for key in ((1, 1), (3, 5), (3, -1), (1, 0), (1, 4), (3, 63))}
-    for output in (tmp_path / "copy", folder):  # of which the second is its own
+    for output in (tmp_path / "copy", folder):  # the second is its own
         trained.save(output)
         saved = MemoryBank(output, layout_of())
         assert saved.layout.blocks.roots == 6 and saved.tree == "new" and saved.description["grown_from"] == ["old"]

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,7 +96,7 @@ def test_killed_build_resumes_without_embedding(built, make, monkeypatch, moment
     )
     for again in (make(), make(overwrite=True)):
         assert again.fingerprint == ClusterTree.load(output).fingerprint
-    assert all(len(some) < 5 for some in texts), "texts that were held out alone"
+    assert all(len(some) < 5 for some in texts), "only held-out texts"
     for name in ("tree.json", "tree.safetensors", "windows/embeddings.npy", "windows/leaves.npy"):
         assert (output / name).read_bytes() == (built / name).read_bytes(), name
 
@@ -121,7 +120,7 @@ def test_unsuitable_output_is_refused(make, without, tmp_path):
 def test_pipeline_documents_get_their_paths(built, corpus, tokenizer, monkeypatch, at_a_time):
     steps, data = pytest.importorskip("midus_hf.topics.datatrove_steps"), pytest.importorskip("datatrove.data")
     monkeypatch.setattr(steps, "_DOCUMENTS", at_a_time)
-    texts = [row["text"] for row in json_rows(Path(corpus))]
+    texts = [row["text"] for row in json_rows(corpus)]
     retriever, documents = MemoryRetriever.load(built), read_corpus(corpus)
     paths = document_paths(retriever, tokenizer, documents["text"], 5)
     expected = list(rows_with_paths(documents, paths, retriever.tree))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from topics.trees import random_tree
 
 from midus_hf.topics.tree import ClusterTree, TreeOrigin
@@ -194,20 +194,11 @@ def test_altered_record_is_refused(folder, content, message):
 
 def test_altered_centroids_are_refused(folder):
     path = folder / "tree.safetensors"
-    whole = path.read_bytes()
-    for content in (whole[:-4], whole[:20], b""):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=f"{ALTERED}.*Copy it again, or build"):
-            ClusterTree.load(folder)
-    path.write_bytes(whole)
-    tensors = load_file(path)
+    whole, tensors = path.read_bytes(), load_file(path)
     tensors["centroids.2"][0, 0] += 1e-6
-    save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"fingerprint of its centroids is not the one"):
-        ClusterTree.load(folder)
-    path.unlink()
-    with pytest.raises(ValueError, match=f"{ALTERED}.*tree.safetensors"):
-        ClusterTree.load(folder)
-    message = r"tree is '.*absent', whose tree.json cannot be read .* midus cluster build or"
-    with pytest.raises(ValueError, match=message):
+    for content in (whole[:-4], whole[:20], b"", save(tensors), None):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(ValueError, match=ALTERED):
+            ClusterTree.load(folder)
+    with pytest.raises(ValueError, match=r"absent', whose tree.json cannot be read .* midus cluster build or"):
         ClusterTree.load(folder / "absent")

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from tiny import prompt
 from transformers import AutoModelForCausalLM
 
 from midus_hf.memories.registry import MEMORY_TYPES
-from tests.upscalers.checkpoints import save_base
+from tests.upscalers.checkpoints import logits, save_base
 from upscalers.edits.checkpoint_edit import files_without_banks
 from upscalers.methods.contract import METHODS
 from upscalers.runs.inspection import inspect_checkpoint
@@ -41,11 +40,6 @@ def made(tmp_path):
     model.save_pretrained(tmp_path / "made")
     (tmp_path / "made" / "upscale.json").write_bytes((tmp_path / "at_first" / "upscale.json").read_bytes())
     return base, tmp_path / "made"
-
-
-def logits(folder):
-    with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder).eval()(prompt()).logits
 
 
 def test_plugin_bank_travels_with_its_checkpoint(made, tmp_path):
