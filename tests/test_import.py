@@ -48,8 +48,6 @@ ORDERS = {
     "after the Auto classes": "from transformers import AutoModelForCausalLM; import midus_hf",
     "before a module that needs the Auto classes": "import midus_hf, transformers.generation.utils",
     "again": "import importlib, midus_hf; importlib.reload(midus_hf)",
-    "Auto classes in a thread": "import midus_hf, threading; "
-    "t = threading.Thread(target=__import__, args=['transformers.models.auto.modeling_auto']); t.start(); t.join()",
     "while a thread loads the Auto classes": """
 import importlib, sys, threading, time
 class Slow:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import demo.__main__ as demo
 from demo import phases as module
-from demo.phases import Phases, TrainingProgress, schedule
+from demo.phases import Phases, schedule
 from demo.report import write_report
 from material.smollm2 import tiny_llama
 from midus_hf.training.checkpoints import finish_checkpoint
@@ -151,25 +151,6 @@ def test_run_output_file_is_written_atomically(tmp_path, capsys):
     with pytest.raises(SystemExit):
         phases.run("c", "doing c", 1, *FAILS, output=tmp_path / "c.json")
     assert not (tmp_path / "c.json").exists()
-
-
-def test_silent_command_shows_progress(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(module, "SECONDS", 0.05)
-    told, progress = tmp_path / "told", TrainingProgress.__str__
-
-    def noted(self) -> str:
-        text = progress(self)
-        if "step 1" in text:
-            told.touch()
-        return text
-
-    monkeypatch.setattr(TrainingProgress, "__str__", noted)
-    waits = "import pathlib, time\nprint({'loss': '3.25', 'epoch': 0.1})\n"
-    waits += f"while not pathlib.Path({str(told)!r}).exists():\n    time.sleep(0.01)\nprint('saved')\n"
-    command = (sys.executable, "-c", waits)
-    Phases(tmp_path, tmp_path, 1, {}).run("a", "training", 1, *command, makes=tmp_path / "m", steps=4)
-    shown = capsys.readouterr().out
-    assert ": step 1 of 4, loss 3.250, " in shown and "\nsaved\n" in shown and "{'loss'" not in shown
 
 
 def test_schedule_of_a_resumed_run_skips_the_start(tmp_path):

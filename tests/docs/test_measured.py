@@ -17,14 +17,8 @@ from midus_hf.config.yaml_options import options_from_files
 
 ROOT = Path(__file__).parents[2]
 # The runs of each table of what is learned of one text, by what its header begins with.
-RUNS = {
-    "| variant | trains |": "smollm2-135m-instruct-short",
-    "| on Gemma-3-270M | trains |": "gemma-3-270m-short",
-}
-CONTROLS_OF = {
-    "| variant | itself |": "| variant | trains |",
-    "| on Gemma-3-270M | itself |": "| on Gemma-3-270M | trains |",
-}
+RUNS = {"| variant | trains |": "smollm2-135m-instruct-short", "| on Gemma-3-270M | trains |": "gemma-3-270m-short"}
+CONTROLS_OF = {table.replace("trains", "itself"): table for table in RUNS}
 MEASURED = "\n\n".join(
     (ROOT / page).read_text(encoding="utf-8") for page in ("docs/results.md", "experiments/learning.md")
 )
@@ -154,14 +148,14 @@ def test_pages_repeat_only_numbers_of_the_tables(page, paragraph):
 MODELS = ("base", "base, text in front", "packs", "packs, name in front")
 
 
+HEADER = " | base | text in front | packs | packs, name in front |"
+
+
 def counts_of(page: Path, heading: str) -> list[list[int]]:
     """Return the numbers at the ends of the rows of the table whose header begins so."""
     text = page.read_text(encoding="utf-8")
     table = text[text.index(heading) :].partition("\n\n")[0].splitlines()
-    names = [
-        cell.strip() in ("of", "base", "text in front", "packs", "packs, name in front")
-        for cell in table[0].split("|")
-    ]
+    names = [cell.strip() in ("of", *HEADER.strip(" |").split(" | ")) for cell in table[0].split("|")]
     return [[int(cell) for cell, counts in zip(line.split("|"), names, strict=True) if counts] for line in table[2:]]
 
 
@@ -169,7 +163,6 @@ def answers(kind: str) -> list[dict]:
     return json_rows(ROOT / "experiments" / "results" / "smollm2-135m-instruct-facts" / f"{kind}.jsonl")
 
 
-HEADER = " | base | text in front | packs | packs, name in front |"
 UNDER = f"|{HEADER}\n|---|---|---|---|---|\n| "
 ELEMENTS = ("name last", "place", "element number", "protons", "behind a paragraph", "symbol", "weight")
 TALKS = ("second question", "linked number", "linked name", "two at once", "something else afterwards")

@@ -72,16 +72,12 @@ def test_written_file_has_usual_permissions(tmp_path):
 def test_later_writer_is_left_alone(tmp_path, monkeypatch):
     replace, rename = os.replace, Path.rename
 
-    def replaced(partial, path):
-        replace(partial, path)
-        Path(partial).write_text("another")
-
     def renamed(partial, path):
         rename(partial, path)
         partial.mkdir()
         (partial / "weights").write_text("another")
 
-    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(os, "replace", lambda old, new: replace(old, new) or Path(old).write_text("another"))
     monkeypatch.setattr(Path, "rename", renamed)
     with atomic_write(tmp_path / "record.json") as file:
         file.write_text("mine")

@@ -1,7 +1,6 @@
 """The real material: what is fetched is what it is said to be."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -10,19 +9,15 @@ from tiny import json_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from material.addresses import addresses
-from material.articles import articles
 from material.benchmarks import BENCHMARKS, benchmarks
 from material.chats import chats
 from material.elements import elements
-from material.excerpts import address_excerpts, article_excerpts
 from material.factbook import factbook
 from material.minilm import minilm
 from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
 from material.stages import mixed, stages
-from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.harness import load_local_task, local_task_names
-from midus_hf.memories.packs.names import NameIndex, find_names, name_of
 from midus_hf.topics.memory_retriever import TextEmbedder
 
 pytestmark = pytest.mark.material
@@ -72,15 +67,6 @@ def test_every_tenth_chat_is_held_out():
     assert (len(train), len(held_out)) == (22091, 2454)
     roles = {tuple(message["role"] for message in row["messages"]) for row in train + held_out}
     assert roles == {("user", "assistant")}
-
-
-def test_excerpts_begin_held_out_texts():
-    texts = {"addresses": addresses().held_out, "articles": articles()}
-    wholes = {name: read_corpus(str(path))["text"][:] for name, path in texts.items()}
-    for kind, path, count in (("addresses", address_excerpts(), 23), ("articles", article_excerpts(), 80)):
-        excerpts = read_corpus(str(path))["text"][:]
-        assert len(excerpts) == count
-        assert all(any(whole[:1000] == excerpt for whole in wholes[kind]) for excerpt in excerpts)
 
 
 def test_local_tasks_have_questions():
@@ -135,17 +121,3 @@ def test_mixed_corpus_has_no_held_out_text():
     )
     long = [len(text) > 1_000 for text in corpus]
     assert sum(long) == 210 and 70 < sum(long[: len(long) // 2]) < 140
-
-
-def test_element_names_are_found_as_whole_words():
-    rows = json_rows(elements() / "atomic_numbers.jsonl")
-    numbers = {name: number for number, row in enumerate(rows) for name in row["names"]}
-    table = NameIndex(name_of(number, name) for name, number in numbers.items())
-    # Names of at most three characters keep their case.
-    words = [name if len(name) <= 3 else f"(?i:{name})" for name in sorted(numbers, key=len, reverse=True)]
-    whole = re.compile(rf"\b(?:{'|'.join(words)})\b")
-    articles_ = ((text, text.lower()) for text in read_corpus(str(articles()))["text"])
-    texts = [text for text, lower in articles_ if any(name in lower for name in numbers if name != "tin")]
-    found = [[each.entry for each in find_names(table, text)] for text in texts]
-    assert found == [[numbers[each.lower()] for each in whole.findall(text)] for text in texts]
-    assert sum(map(len, found)) > 150 and any(numbers["gold"] in each for each in found)
