@@ -77,16 +77,12 @@ def store_the_head(base: Path, difference: float | None) -> dict[str, torch.Tens
 @pytest.mark.parametrize(
     ("base_of", "method", "difference"),
     [
-        ("model.", "midus-hml", 1),
-        ("", "midus-hml", 1),
-        ("model.", "midus-hml", 0),
-        ("model.", "midus-hml", None),
-        ("", "llama-pro", None),
-        ("granite", "llama-pro", None),
+        ("model.", "midus-hml", 1), ("", "midus-hml", 1), ("model.", "midus-hml", 0), ("model.", "midus-hml", None),
+        ("", "llama-pro", None), ("granite", "llama-pro", None),
     ],
-)
+)  # fmt: skip
 def test_stored_tied_head_counts_once(tmp_path, base_of, method, difference):
-    base = tmp_path / "base"
+    base, out = tmp_path / "base", tmp_path / "out"
     if base_of == "granite":
         tiny_type("granite", tie_word_embeddings=True, vocab_size=128).save_pretrained(base)
     else:
@@ -94,36 +90,36 @@ def test_stored_tied_head_counts_once(tmp_path, base_of, method, difference):
     expected = logits(base)
     head = store_the_head(base, difference)["lm_head.weight"]
     assert torch.equal(logits(base), expected) == (difference != 1)
-    options = SMALL_MEMORY if method == "midus-hml" else {}
-    report = with_memory(base, tmp_path / "out", method=method, options=options)
-    assert report.identity.max_abs_diff == 0 and torch.equal(logits(tmp_path / "out"), logits(base))
-    made, total = read_tensors(tmp_path / "out"), sum(tensor.numel() for tensor in load(tmp_path / "out").parameters())
-    assert torch.equal(made["lm_head.weight"], head) and torch.equal(load(tmp_path / "out").lm_head.weight, head)
+    report = with_memory(base, out, method=method, options=SMALL_MEMORY if method == "midus-hml" else {})
+    assert report.identity.max_abs_diff == 0 and torch.equal(logits(out), logits(base))
+    made, model = read_tensors(out), load(out)
+    total = sum(tensor.numel() for tensor in model.parameters())
+    assert torch.equal(made["lm_head.weight"], head) and torch.equal(model.lm_head.weight, head)
     assert any("embed_tokens" in name for name in made) == (difference is not None)
     assert report.parameters.base == sum(tensor.numel() for tensor in load(base).parameters())
-    assert report.parameters.total == inspect_checkpoint(tmp_path / "out")["parameters"]["total"] == total
-    assert f"{total:,}" in (tmp_path / "out" / "README.md").read_text()
-    with_memory(tmp_path / "out", tmp_path / "again", method="llama-pro", options={}, placement=[1])
+    assert report.parameters.total == inspect_checkpoint(out)["parameters"]["total"] == total
+    assert f"{total:,}" in (out / "README.md").read_text()
+    with_memory(out, tmp_path / "again", method="llama-pro", options={}, placement=[1])
     assert strip(tmp_path / "again", tmp_path / "once")["base_confirmed"] is True
     assert strip(tmp_path / "once", tmp_path / "stripped")["base_confirmed"] is True
     assert same_tensors(tmp_path / "stripped", base)
-    write_tensors(tmp_path / "out", {**made, "lm_head.weight": head + 1})
-    assert strip(tmp_path / "out", tmp_path / "trained")["differing_tensors"] == 1
+    write_tensors(out, {**made, "lm_head.weight": head + 1})
+    assert strip(out, tmp_path / "trained")["differing_tensors"] == 1
 
 
 @pytest.mark.parametrize(
     ("dtype", "value", "message", "verify"),
     [
-        ("float16", 70000.0, "norm.weight holds 7e.04, which float16 cannot; expected at most 65504. Use a wider --dtype", True),
-        ("bfloat16", 3.4e38, r"model.norm.weight holds 3.4e\+38, which bfloat16 cannot; expected at most 3.38953e\+38", False),
+        ("float16", 70000.0, "holds 7e.04, which float16 cannot; expected at most 65504. Use a wider --dtype", True),
+        ("bfloat16", 3.4e38, r"holds 3.4e\+38, which bfloat16 cannot; expected at most 3.38953e\+38", False),
     ],
-)  # fmt: skip
+)
 def test_value_beyond_the_dtype_is_refused(tmp_path, dtype, value, message, verify):
     base = save_base(tmp_path / "base")
     tensors = read_tensors(base)
     tensors["model.norm.weight"][3] = value
     write_tensors(base, tensors)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"model.norm.weight {message}"):
         with_memory(base, tmp_path / "out", dtype=dtype, verify=verify)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
@@ -134,19 +130,22 @@ def test_mixed_dtypes_are_kept(tmp_path):
     mixed = {n: t.float() if "norm" in n else t.half() if "lm_head" in n else t for n, t in tensors.items()}
     write_tensors(base, mixed)
     with_memory(base, tmp_path / "out", placement="1,5")
-    new = read_tensors(tmp_path / "out")
+    new, block = read_tensors(tmp_path / "out"), "model.layers.5"
     assert same_bits(new["model.layers.4.input_layernorm.weight"], mixed["model.layers.3.input_layernorm.weight"])
-    assert new["model.layers.5.input_layernorm.weight"].dtype == torch.float32
-    assert new["lm_head.weight"].dtype == torch.float16
-    assert new["model.layers.5.memory.row_keys"].dtype == torch.bfloat16
+    kept = {"lm_head.weight": torch.float16, f"{block}.input_layernorm.weight": torch.float32}
+    assert {name: new[name].dtype for name in kept} == kept and new[f"{block}.memory.row_keys"].dtype == torch.bfloat16
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(logits(base, dtype), logits(tmp_path / "out", dtype))
 
 
-def test_seed_changes_only_memories(base, tmp_path):
+def test_seed_and_layer_change_only_memories(base, tmp_path):
     first, other = (read_tensors(unverified(base, tmp_path / str(seed), seed=seed)) for seed in (0, 1))
     changed = {name for name in first if not torch.equal(first[name], other[name])}
     assert changed == {n for n in first if ".memory." in n and not n.endswith("value_bank")}
+    assert all(
+        not torch.equal(first[n], first[n.replace("layers.1.", "layers.4.")]) for n in changed if "layers.1." in n
+    )
+    assert not any(tensor.any() for name, tensor in first.items() if name.endswith("value_bank"))
 
 
 def test_only_a_tied_head_replaces_the_embedding(tmp_path):

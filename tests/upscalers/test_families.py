@@ -27,12 +27,9 @@ SIZES = {
 }
 # Keys that decide names, shapes or types in some family; null and absent may mean different things.
 CHOICES: dict[str, list[Any]] = {
-    "attention_bias": [True, False],
-    "mlp_bias": [True, False],
-    "tie_word_embeddings": [True, False],
+    **{key: [True, False] for key in ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")},
     "num_key_value_heads": [1, 2, 4, None],
     "head_dim": [8, 16, None],
-    "use_sliding_window": [True, False],
     "sliding_window": [4, None],
     "max_window_layers": [0, 1, 5],
     "sliding_window_pattern": [1, 2, 3],
@@ -43,8 +40,7 @@ CHOICES: dict[str, list[Any]] = {
 FURTHER: dict[str, list[Any]] = {
     "layer_types": [None, ["full_attention", "sliding_attention", "full_attention"]],
     "rope_parameters": [
-        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4},
-        {"full_attention": {"rope_theta": 1e6}},
+        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}, {"full_attention": {"rope_theta": 1e6}},
     ],
     "rope_scaling": [
         {"type": "linear", "factor": 2},
@@ -55,7 +51,7 @@ FURTHER: dict[str, list[Any]] = {
     "hidden_act": ["gelu", "other"],
     "use_bidirectional_attention": [True],
     "foreign": [[0, 1, 2], {"a": 1}],
-}
+}  # fmt: skip
 
 
 def by_transformers(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], list[str] | None] | None:
@@ -77,11 +73,8 @@ def by_layout(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], list[
     """The same from `layout.py`."""
     family_of(config)
     layout = layout_of(config)
-    tensors = dict(layout.outer)
-    for layer, of_layer in enumerate(layout.layers):
-        for name, tensor in of_layer.items():
-            tensors[f"model.layers.{layer}.{name}"] = tensor.shape
-    return tensors, layout.layer_types
+    layers = [{f"model.layers.{i}.{n}": t.shape for n, t in layer.items()} for i, layer in enumerate(layout.layers)]
+    return {**layout.outer, **{name: shape for layer in layers for name, shape in layer.items()}}, layout.layer_types
 
 
 CONFIGS = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in CHOICES.items()}).map(
@@ -90,14 +83,8 @@ CONFIGS = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for k
 # A few of all values, which are often all written down.
 SAID = [(key, value) for key, values in [*CHOICES.items(), *FURTHER.items()] for value in values]
 USUAL = st.lists(st.sampled_from(SAID), max_size=5).map(lambda said: {**SIZES, "num_key_value_heads": 2, **dict(said)})
-LARGE = {
-    **SIZES,
-    "num_key_value_heads": 2,
-    "attention_bias": True,
-    "mlp_bias": True,
-    "tie_word_embeddings": True,
-    "head_dim": 16,
-}
+LARGE = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
+LARGE |= dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), True)
 
 
 @pytest.mark.parametrize("model_type", sorted(MAIN_TYPES))
@@ -123,17 +110,14 @@ def test_known_layout_equals_the_built_one(model_type, config):
     is_written = known_layout(config) is not None
     assert is_written or config != {"model_type": model_type, **LARGE}
     assume(is_written)
-    layout, read = (
-        layout_of(config),
-        layout_from(config, **read_layout(config, model_type_of(model_type))),
-    )  # which refuses what transformers refuses
+    layout = layout_of(config)
+    read = layout_from(config, **read_layout(config, model_type_of(model_type)))  # refuses what transformers refuses
     assert replace(layout, settings=(), values={}) == replace(read, settings=(), values={})
     assert [[*tensors] for tensors in layout.layers] == [[*tensors] for tensors in read.layers]
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         assert layout.values.get(key) == read.values.get(key)
     # Layers that are written down alike compute alike, wherever they stand.
-    alike = [[*filter(lambda other: other == of_layer, layout.settings)] for of_layer in layout.settings]
-    sources = [layout.settings.index(layers[0]) for layers in alike]
+    sources = [layout.settings.index(of_layer) for of_layer in layout.settings]
     assert find_changed_setting(read.settings, read.settings, sources) is None
 
 
@@ -200,13 +184,13 @@ REFUSED = [
         ({"model_type": "gpt_oss", "quantization_config": {"quant_method": method}}, rf"{method}\); expected float32.*{remedy}")
         for method, remedy in (("gptq", "Start from"), ("fp8", r"=FineGrainedFP8Config\("), ("mxfp4", r"=Mxfp4Config\("))
     ),
-    ({"model_type": "mixtral", "num_attention_heads": "four"}, "config has num_attention_heads = 'four'; expected a positive"),
     ({"model_type": "llama", "quantization_config": 8}, r"the base is quantised \(quantization_config: unknown\)"),
     ({"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}, "the base has custom code"),
-    ({"hidden_size": "32"}, "hidden_size = '32'; expected a positive integer"),
-    ({"hidden_size": True}, "hidden_size = True; expected a positive integer"),
-    ({"num_key_value_heads": 2.0}, "num_key_value_heads = 2.0; expected a positive integer"),
-    ({"vocab_size": 0}, "vocab_size = 0; expected a positive integer"),
+    ({"model_type": "mixtral", "num_attention_heads": "four"}, "num_attention_heads = 'four'; expected a positive"),
+    *(
+        ({key: value}, f"{key} = {value!r}; expected a positive integer")
+        for key, value in (("hidden_size", "32"), ("hidden_size", True), ("num_key_value_heads", 2.0), ("vocab_size", 0))
+    ),
     ({"layer_types": "full_attention"}, "layer_types = 'full_attention'; expected a list of names, one per layer"),
     ({"layer_types": [1, 2]}, r"layer_types = \[1, 2\]; expected a list of names"),
     ({"sliding_window_pattern": 0}, r"cannot build the model that config.json describes .ZeroDivisionError"),

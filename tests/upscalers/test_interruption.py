@@ -22,15 +22,13 @@ def upscaled(base, output, **request):
 
 def killed(work) -> None:
     """Do `work` in a child process, from here on, as fast as if it had everything imported; it must be killed."""
-    child = os.fork()
-    if not child:
+    if not (child := os.fork()):
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             work()
         finally:
             os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
 def die() -> None:

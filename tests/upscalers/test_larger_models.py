@@ -5,6 +5,7 @@ import json
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,20 +25,12 @@ from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import extract, strip
 from upscalers.runs.upscale import upscale
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "llama-pro": {},
-    "moc": SMALL_CHAPTERS,
-    "ultramem-v2": SMALL_TABLES,
-    "midus-hml": {"n": 8, "k": 3},
-}
+OPTIONS = {"llama-pro": {}, "moc": SMALL_CHAPTERS, "ultramem-v2": SMALL_TABLES, "midus-hml": {"n": 8, "k": 3}}
 # Heads of several sizes, and experts at listed layers: no memory can be inserted.
 LACKING = {("gemma4", "midus-hml"), ("llama4", "midus-hml")}
+CELLS = [cell for cell in itertools.product(TYPES, OPTIONS) if cell not in LACKING]
 of_cells = pytest.mark.parametrize(
-    ("model_type", "method"),
-    by_default(
-        [cell for cell in taking_turns(TYPES, OPTIONS) if cell not in LACKING],
-        [cell for cell in itertools.product(TYPES, OPTIONS) if cell not in LACKING],
-    ),
+    ("model_type", "method"), by_default([cell for cell in taking_turns(TYPES, OPTIONS) if cell in CELLS], CELLS)
 )
 of_types = pytest.mark.parametrize("model_type", by_default(TYPES[:3], TYPES))
 
@@ -83,14 +76,12 @@ def test_composite_starts_as_the_base_and_strips(cells, model_type, method, tmp_
     folder, output = cells(model_type, method)
     base, upscaled = loaded(folder), loaded(output)
     assert torch.equal(logits(upscaled, model_type), logits(base, model_type))
-    inputs = picture_with_text(model_type)
-    texts = [model.generate(**inputs, max_new_tokens=5, do_sample=False) for model in (base, upscaled)]
-    assert torch.equal(*texts)
+    inputs = {**picture_with_text(model_type), "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(upscaled.generate(**inputs), base.generate(**inputs))
     assert upscaled.config.model_type.removeprefix("midus_") == model_type
     result = strip(output, tmp_path / "stripped")
     assert result["base_confirmed"] is True and result["model_type"] == model_type
-    left, before = file_digests(tmp_path / "stripped"), file_digests(folder)
-    assert {name: left[name] for name in before} == before
+    assert file_digests(tmp_path / "stripped").items() >= file_digests(folder).items()
 
 
 @of_types
@@ -180,11 +171,14 @@ def test_extracted_model_strips_twice(cells, tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("qwen2_5_vl", "that transformers loads only within a composite model .*; expected one that is also loaded separately"),
+        (
+            "qwen2_5_vl",
+            "transformers loads only within a composite model .*; expected one that is also loaded separately",
+        ),
         ("llama5", "model_type 'llama5' is unknown .transformers .* Install a newer transformers"),
         ("clip", "is loaded by no class for text and images or sounds"),
     ],
-)  # fmt: skip
+)
 def test_unsupported_composite_is_refused(model_type, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "text_config": {}}))
     with pytest.raises(ValueError, match=message):
@@ -192,8 +186,7 @@ def test_unsupported_composite_is_refused(model_type, message, tmp_path):
 
 
 def test_incomplete_or_separate_model_is_refused(base, tmp_path):
-    message = "is a separate language model, of type 'llama'; expected one within a composite model"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="is a separate language model, of type 'llama'; expected one within"):
         extract(base, tmp_path / "alone")
     composite_model("llava").save_pretrained(tmp_path / "base")
     vision = {**config_of(tmp_path / "base")["vision_config"], "num_hidden_layers": 3}
@@ -203,25 +196,19 @@ def test_incomplete_or_separate_model_is_refused(base, tmp_path):
 
 
 def test_composite_without_classes_takes_dense_methods(tmp_path, monkeypatch):
-    composite_model("llava").save_pretrained(tmp_path / "base")
+    base, output = tmp_path / "base", tmp_path / "upscaled"
+    composite_model("llava").save_pretrained(base)
     monkeypatch.delitem(COMPOSITE_FAMILIES, "llava", raising=False)
-
-    def refuse(model_type):
-        raise UnknownType(f"{model_type!r} does not pass all keyword arguments on to its language model.")
-
-    monkeypatch.setattr("midus_hf.models.families.template.type_of", refuse)
-    with pytest.raises(
-        ValueError, match=r"the language model within 'llava' cannot host memory: .* \(upscale extract\)"
-    ):
-        upscale(base=tmp_path / "base", method="moc", options=SMALL_CHAPTERS, output=tmp_path / "upscaled")
-    upscale(base=tmp_path / "base", method="llama-pro", output=tmp_path / "upscaled")
+    unknown = Mock(side_effect=UnknownType("'llava' does not pass all keyword arguments on to its language model."))
+    monkeypatch.setattr("midus_hf.models.families.template.type_of", unknown)
+    with pytest.raises(ValueError, match=r"language model within 'llava' cannot host memory: .* \(upscale extract\)"):
+        upscale(base=base, method="moc", options=SMALL_CHAPTERS, output=output)
+    upscale(base=base, method="llama-pro", output=output)
 
 
 def test_training_on_text_leaves_the_tower(cells):
     model, missing = load_model(str(cells("gemma3", "moc")[1]), dtype="float32")
-    assert not missing
-    report = set_trainable(model)
-    assert report.parameters
+    assert not missing and set_trainable(model).parameters
     ids = torch.arange(3, 15)[None]
     model.train()(input_ids=ids, labels=ids).loss.backward()
     learning = {name for name, parameter in model.named_parameters() if parameter.grad is not None}

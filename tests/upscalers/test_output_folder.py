@@ -62,10 +62,8 @@ def test_output_inside_or_around_the_base_is_refused(tmp_path, monkeypatch):
     empty.mkdir()
     inside = "is inside the base .*; expected a folder elsewhere"
     for output, overwrite, message in (
-        (base, True, inside),
-        (base / "a" / "b", False, inside),
-        (link, False, inside),
-        (link / "out", True, inside),
+        *((output, False, inside) for output in (base / "a" / "b", link)),
+        *((output, True, inside) for output in (base, link / "out")),
         (run, True, "run contains the base .*checkpoint-5, which --overwrite would delete"),
         (run / "config.json", True, "config.json is a file, so --overwrite will not"),
         (empty, False, "empty exists"),
@@ -107,9 +105,7 @@ def test_leftovers_of_a_killed_run_count_as_space(tmp_path, monkeypatch, base):
 def test_second_run_to_a_locked_output_is_refused(tmp_path, base):
     with CheckpointFolder(tmp_path / "out").writing() as partial:
         (partial / "config.json").write_text(text("first"))
-        with pytest.raises(
-            ValueError, match=r"out is being written by another run. Wait for it, or choose another folder"
-        ):
+        with pytest.raises(ValueError, match=r"out is being written by another run. Wait for it, or choose"):
             unverified(base, tmp_path / "out")
         write(tmp_path / "other")
     assert (tmp_path / "out" / "config.json").read_text() == text("first")
@@ -136,9 +132,7 @@ def project(folder, config="{}"):
     return folder
 
 
-NOT_OURS = (
-    "was not written by upscale or strip, so --overwrite will not delete it: .*Choose another folder, or remove it"
-)
+NOT_OURS = "was not written by upscale or strip, .*Choose another folder, or remove it"
 FOREIGN = "contains files that no checkpoint has, .* delete: .git/HEAD, deep/mine, notes.txt, src/deep/x.py and 2 more; .*Move it"
 
 
@@ -172,10 +166,7 @@ def test_files_that_appear_during_work_are_kept(tmp_path):
     write(tmp_path / "out", "first")
     with pytest.raises(ValueError, match="out exists; pass --overwrite"), late.writing():
         pass
-    with (
-        pytest.raises(ValueError, match="project was not written by upscale or strip, so --overwrite will not"),
-        later.writing(),
-    ):
+    with pytest.raises(ValueError, match="project was not written by upscale or strip"), later.writing():
         project(tmp_path / "project")
     assert (names(tmp_path), names(tmp_path / "old")) == (["old", "out", "project"], ["config.json", "notes.txt"])
     assert [(tmp_path / name / "config.json").read_text() for name in ("old", "out")] == [text("old"), text("first")]
@@ -187,15 +178,14 @@ def check(progress):
     assert "writing 1 shard" in progress.names[:-1], "the bar of bytes ends before the work does"
 
 
-@pytest.mark.parametrize("method", ["midus-hml", "avg-deus"])
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("method", "verify"), [("midus-hml", True), ("midus-hml", False), ("avg-deus", False)])
 def test_every_stage_takes_its_announced_steps(shared_base, tmp_path, monkeypatch, method, verify):
     progress, options = Recorder(), SMALL.get(method, {})
     request = {"base": shared_base(), "method": method, "options": options, "verify": verify}
     report = upscale(output=tmp_path / "out", progress=progress, **request)
     check(progress)
     expected = ["checking config and tokenizer", "recording what was done"]
-    if report.identity.checked == "logits":
+    if verify:
         expected.insert(1, "comparing with the base")
         assert progress.told_of("comparing with the base") == [1] * (4 + report.num_layers + 2)
     assert progress.names[progress.names.index("writing 1 shard") + 1 :] == expected
@@ -213,9 +203,7 @@ def test_every_stage_takes_its_announced_steps(shared_base, tmp_path, monkeypatc
 def test_terminal_shows_stages_and_stdout_only_json(base, tmp_path, command, monkeypatch):
     for name, value in {"FORCE_COLOR": "1", "COLUMNS": "120", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
-    words = ("--base", base, *REQUEST[:2], "--output", tmp_path / "out", *REQUEST[4:-1], "--json")
-    done = command(*words)
+    done = command("--base", base, *REQUEST[:2], "--output", tmp_path / "out", *REQUEST[4:-1], "--json")
     assert done.json()["identity"].items() >= {"checked": "logits", "max_abs_diff": 0.0}.items()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.err)
-    assert shown.index("writing 1 shard") < shown.index("comparing with the base")
-    assert re.search(r"comparing with the base .* \d+ of 12 layers and heads", shown)
+    assert re.search(r"(?s)writing 1 shard.*comparing with the base .* \d+ of 12 layers and heads", shown)

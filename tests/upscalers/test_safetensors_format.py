@@ -64,8 +64,9 @@ def test_unsound_file_is_refused(tmp_path, case):
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     is_whole_file = case in ("no bytes", "length beyond the file")
     path.write_bytes(encoded if is_whole_file else struct.pack("<Q", len(encoded)) + encoded + bytes(8))
-    message = r"model.safetensors is not a valid safetensors file: .*header.*; it may be truncated\. Download or save it again"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=r"model.safetensors is not a valid .*header.*; it may be truncated\. Download"
+    ):
         read_header(path)
     with pytest.raises((SafetensorError, OverflowError)):
         load_file(path)
@@ -104,40 +105,31 @@ RANGES = (RowRange("c", 1, 2), RowRange(None, 0, 1), RowRange("a", 4, 1), RowRan
 @pytest.mark.parametrize("scan", [True, False])
 def test_recipes_write_their_tensors(tmp_path, monkeypatch, scan, chunk):
     monkeypatch.setattr("upscalers.tensors.writer._CHUNK_ELEMENTS", chunk)
-    sources = {
-        "a": torch.randn(7, 3),
-        "b": torch.randn(7, 3).bfloat16(),
-        "c": torch.randn(4, 3),
-        "steps": torch.arange(5),
-    }
+    a, b, c, steps = torch.randn(7, 3), torch.randn(7, 3).bfloat16(), torch.randn(4, 3), torch.arange(5)
+    sources = {"a": a, "b": b, "c": c, "steps": steps}
     save_file(sources, tmp_path / "source.safetensors")
-    stored = read_header(tmp_path / "source.safetensors")
 
     def uniform(tensor, generator):
         tensor.uniform_(generator=generator)
 
-    a, b, c = (sources[name] for name in "abc")
     rows = torch.cat([c[1:3], torch.zeros(1, 3), a[4:5], c[:1]])
+    random = torch.rand(6, 2, generator=torch.Generator().manual_seed(3))
     cases = {
         "copy": (Copy((7, 3), "a"), "F32", a),
         "cast": (Copy((7, 3), "a"), "BF16", a.bfloat16()),
         "wider": (Copy((7, 3), "b"), "F32", b.float()),
-        "steps": (Copy((5,), "steps"), "I64", torch.arange(5)),
+        "steps": (Copy((5,), "steps"), "I64", steps),
         "fill": (Fill((4,), 2.5), "F16", torch.full((4,), 2.5, dtype=torch.float16)),
         "mean": (Combine((7, 3), (("a", 0.5), ("b", 0.5))), "F32", (a + b.float()) / 2),
         "doubled": (Combine((7, 3), (("b", 2.0),)), "F32", b.float() * 2),
-        "fresh": (
-            Initialise((6, 2), uniform, seed=3),
-            "F32",
-            torch.rand(6, 2, generator=torch.Generator().manual_seed(3)),
-        ),
+        "fresh": (Initialise((6, 2), uniform, seed=3), "F32", random),
         "rows": (Rows((5, 3), RANGES), "F32", rows),
         "rounded rows": (Rows((5, 3), RANGES), "BF16", rows.bfloat16()),
     }
     outputs = [OutputTensor(name, recipe, dtype) for name, (recipe, dtype, _) in cases.items()]
     (tmp_path / "out").mkdir()
     progress = Recorder()
-    writer = CheckpointWriter(stored, scan=scan, progress=progress)
+    writer = CheckpointWriter(read_header(tmp_path / "source.safetensors"), scan=scan, progress=progress)
     written = writer.write(tmp_path / "out", split_shards(outputs, 200))
     results = read_tensors(tmp_path / "out")
     assert torch.equal(Rows((5, 3), RANGES).build(sources.__getitem__), rows)
@@ -148,7 +140,7 @@ def test_recipes_write_their_tensors(tmp_path, monkeypatch, scan, chunk):
     # Rows alone are copied, and those of zeros read from nowhere; for a scan or another dtype whole sources are read.
     whole = a.nbytes + 2 * c.nbytes
     read_for_rows = whole + (whole if scan else 4 * 3 * 4)
-    assert written.bytes_read == read_for_rows + 3 * a.nbytes + 3 * b.nbytes + sources["steps"].nbytes
+    assert written.bytes_read == read_for_rows + 3 * a.nbytes + 3 * b.nbytes + steps.nbytes
 
 
 def test_overflowing_sum_is_refused(tmp_path):
@@ -156,14 +148,13 @@ def test_overflowing_sum_is_refused(tmp_path):
     (tmp_path / "out").mkdir()
     writer = CheckpointWriter(read_header(tmp_path / "source.safetensors"), scan=False, progress=Progress())
     shards = split_shards([OutputTensor("large", Combine((3,), (("a", 1e39),)), "F32")], 200)
-    with pytest.raises(ValueError, match="large came out as NaN or infinite, although its sources are finite"):
+    with pytest.raises(ValueError, match="large came out as NaN or infinite"):
         writer.write(tmp_path / "out", shards)
 
 
 def test_tensors_are_split_into_shards():
-    tensors = [
-        OutputTensor(name, Fill((size,), 0), "F32") for name, size in zip("abcde", (5, 5, 30, 2, 2), strict=True)
-    ]
+    sizes = {"a": 5, "b": 5, "c": 30, "d": 2, "e": 2}
+    tensors = [OutputTensor(name, Fill((size,), 0), "F32") for name, size in sizes.items()]
     shards = split_shards(tensors, 40)
     assert [[tensor.name for tensor in shard] for shard in shards.values()] == [["a", "b"], ["c"], ["d", "e"]]
     assert list(shards) == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]

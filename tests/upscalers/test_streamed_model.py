@@ -19,13 +19,8 @@ from upscalers.runs import verify
 from upscalers.runs.upscale import upscale
 from upscalers.runs.verify import StreamedModel
 
-LAYOUTS = {
-    "one file": {},
-    "shards": {"max_shard_size": "20KB"},
-    "no prefix": {"prefix": ""},
-    "tied": {"tie_word_embeddings": True},
-    "untied": {"tie_word_embeddings": False},
-}
+LAYOUTS = {"one file": {}, "shards": {"max_shard_size": "20KB"}, "no prefix": {"prefix": ""}}
+LAYOUTS |= {name: {"tie_word_embeddings": name == "tied"} for name in ("tied", "untied")}
 
 
 def streamed(folder, dtype):
@@ -47,17 +42,15 @@ def test_streamed_logits_equal_the_loaded_models(native_family, tmp_path, layout
 def test_streamed_trained_memory_equals_the_loaded_one(family, tmp_path, kind):
     base, folder = save_base(tmp_path / "base", family), tmp_path / "out"
     upscale(base=base, output=folder, verify=False, **KINDS[kind])
-    trained = {
-        name: 0.05 * torch.randn_like(tensor) if name.endswith("value_bank") else tensor
-        for name, tensor in read_tensors(folder).items()
-    }
-    write_tensors(folder, trained)
+    tensors = read_tensors(folder)
+    trained = {name: 0.05 * torch.randn_like(t) for name, t in tensors.items() if name.endswith("value_bank")}
+    write_tensors(folder, tensors | trained)
     assert torch.equal(streamed_logits(folder), logits(folder, torch.float32, use_cache=False))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_streamed_weights_are_read_once_and_released(shared_base, monkeypatch, tied):
-    folder = shared_base(tie_word_embeddings=tied)
+    folder, seen = shared_base(tie_word_embeddings=tied), []
     reads: Counter[int] = Counter()
 
     def counted(entry):
@@ -69,10 +62,9 @@ def test_streamed_weights_are_read_once_and_released(shared_base, monkeypatch, t
         assert all(parameter.is_meta for parameter in model._model.parameters())
 
     monkeypatch.setattr(verify, "read_tensor", counted)
-    model, seen = streamed(folder, torch.float32), []
+    model, tensors = streamed(folder, torch.float32), open_base(folder).tensors
     model.logits(prompt(), see)
     assert seen == [0, 1, 2, 3, 4]
-    tensors = open_base(folder).tensors
     embedding = tensors["model.embed_tokens.weight"].start
     assert reads == {entry.start: 1 + (tied and entry.start == embedding) for entry in tensors.values()}
 
@@ -92,10 +84,8 @@ def test_missing_or_misshapen_tensor_is_named(tmp_path):
 
 def test_code_of_a_checkpoint_is_never_run(base, tmp_path):
     folder = unverified(base, tmp_path / "upscaled")
-    brought = list(folder.glob("*.py"))
-    assert brought
-    for file in brought:
-        file.write_text("raise SystemExit('the code of a checkpoint was run')\n")
+    (code,) = folder.glob("*.py")
+    code.write_text("raise SystemExit('the code of a checkpoint was run')\n")
     assert torch.isfinite(streamed_logits(folder)).all()
 
 
@@ -114,14 +104,11 @@ main()
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 1024,
-    "hidden_size": 512,
-    "intermediate_size": 12_288,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "tie_word_embeddings": False,
     "dtype": "bfloat16",
+    "tie_word_embeddings": False,
 }
+CONFIG |= {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 12_288}
+CONFIG |= {"num_attention_heads": 16, "num_key_value_heads": 16}
 
 
 def synthetic(folder, num_layers):

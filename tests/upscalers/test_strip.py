@@ -47,16 +47,13 @@ def test_resized_vocabulary_stays_and_is_warned_of(base, tmp_path):
     model.resize_token_embeddings(140)
     model.save_pretrained(tmp_path / "resized")
     result = strip(tmp_path / "resized", tmp_path / "stripped", progress=progress)
-    assert (
-        progress.warnings[0] == "the vocabulary was resized from 128 to 140 tokens since it was upscaled; it stays so."
-    )
-    assert "byte for byte: of another size, trained since it was upscaled, or cast" in progress.warnings[1]
+    resized, differing = progress.warnings
+    assert "the vocabulary was resized from 128 to 140 tokens" in resized and "of another size" in differing
     assert result["base_confirmed"] is False and config_of(tmp_path / "stripped")["vocab_size"] == 140
-    tokens = torch.tensor([[5, 139, 6, 130, 7]])
+    tokens, result = torch.tensor([[5, 139, 6, 130, 7]]), load(tmp_path / "stripped")
     with torch.no_grad():
-        logits_of_resized = load(tmp_path / "stripped")(tokens).logits
-        assert torch.equal(logits_of_resized, model.eval()(tokens).logits)  # new layers do nothing yet
-    assert torch.equal(load(tmp_path / "stripped")(tokens % 128).logits[..., :128], load(base)(tokens % 128).logits)
+        assert torch.equal(result(tokens).logits, model.eval()(tokens).logits)  # new layers do nothing yet
+        assert torch.equal(result(tokens % 128).logits[..., :128], load(base)(tokens % 128).logits)
 
 
 def test_resized_base_is_upscaled_like_any_other(base, tmp_path):
@@ -73,11 +70,11 @@ def test_cast_tensors_stay_cast_and_are_warned_of(base, tmp_path):
     progress = Recorder()
     strip(unverified(base, tmp_path / "out", dtype="bfloat16"), tmp_path / "stripped", progress=progress)
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "stripped").values()} == {torch.bfloat16}
-    assert progress.warnings == [
-        "the base was float32, and its tensors are bfloat16 since it was upscaled; they stay so.",
-        "39 of 39 tensors are not the base's, byte for byte: trained since it was upscaled, or cast. If you need the base "
-        "itself, use the base's checkpoint.",
-    ]
+    cast, differing = progress.warnings
+    assert cast.startswith("the base was float32, and its tensors are bfloat16 since it was upscaled")
+    assert differing.startswith("39 of 39 tensors are not the base's") and differing.endswith(
+        "use the base's checkpoint."
+    )
     assert config_of(tmp_path / "stripped")["dtype"] == "bfloat16"
 
 
@@ -102,13 +99,13 @@ def test_tampered_record_decides_nothing(base, tmp_path):
         assert [path.name for path in tensor_files(output)] == ["model.safetensors"] and same_tensors(output, base)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     (model / "upscale.json").write_text("{")
-    with pytest.raises(ValueError, match=r"upscale.json is not JSON .* Delete it to use only config.json"):
+    with pytest.raises(ValueError, match=r"upscale.json is not JSON .* Delete it"):
         strip(model, tmp_path / "again")
 
 
 NOT_OF_THE_MODEL = (
-    r"config\.json has a plan or new_memories \(in upscale\) that are not those of a model of 6 layers"
-    r"|the config's upscale\.\w+ is .*; expected what upscale wrote\. Restore that config\."
+    r"config\.json has a plan or new_memories .* not those of a model of 6 layers"
+    r"|the config's upscale\.\w+ is .*; expected what upscale wrote\. Restore"
 )
 NEW_BEFORE, NEW_AFTER = {"previous": None, "next": 0, "sources": [0]}, {"previous": 2, "next": 3, "sources": [3]}
 TAMPERED = [
@@ -117,10 +114,7 @@ TAMPERED = [
     *(({"new_memories": names}, NOT_OF_THE_MODEL) for names in ([["x"]], ["x"])),
     ({"method": "vocabulary", "new_rows": [130, 131]}, "the method 'vocabulary', which this version lacks.* commit"),
     ({"plan": [{"base": 0}, NEW_AFTER, {"base": 1}, {"base": 2}, NEW_AFTER, NEW_AFTER]}, NOT_OF_THE_MODEL),
-    (
-        {"plan": [NEW_BEFORE, {"base": 0}, {"base": 1}, {"base": 2}, NEW_AFTER, {"base": 3}]},
-        r"the base lacks \d+ tensors that its config requires",
-    ),
+    ({"plan": [NEW_BEFORE, *({"base": i} for i in range(3)), NEW_AFTER, {"base": 3}]}, r"the base lacks \d+ tensors"),
 ]
 
 
@@ -136,25 +130,17 @@ def test_tampered_entry_is_refused(base, tmp_path):
 
 def test_inspect_shows_what_was_done(command, base, tmp_path):
     model = unverified(base, tmp_path / "out", placement="0,2,6", seed=7)
-    tensors = read_tensors(model)
-    inspected = command("inspect", model, "--json").json()
+    tensors, inspected = read_tensors(model), command("inspect", model, "--json").json()
     assert inspected == inspect_checkpoint(model)
     assert (inspected["model"], inspected["seed"], inspected["trainable"]) == (str(model), 7, "new")
     for row in inspected["layers"]:
         assert row["parameters"] == sum(tensor.numel() for tensor in layer(tensors, row["index"]).values())
-    shown = command("inspect", model).out
     words = ("k=2, query_norm=none", "inner_residual=false", "n=8", "new, between base 0 and base 1", "base 3")
+    shown = command("inspect", model).out
     assert all(word in shown for word in words)
-    for path in model.iterdir():
-        if path.name != "config.json":
-            path.unlink()
+    for path in {*model.iterdir()} - {model / "config.json"}:
+        path.unlink()
     assert inspect_checkpoint(model) == {**inspected, "base": "unknown: upscale.json is gone", "code": None}
-
-
-WITHOUT_COUNT = (
-    "upscale: warning: the weights are not the base's, byte for byte: trained since it was upscaled, or cast."
-)
-UNKNOWN = "Its weights are not known to be the base's: its config holds no digest of the base"
 
 
 def stripped(model, output):
@@ -167,7 +153,7 @@ def stripped(model, output):
 
 
 def saved_again(folder, output, train=()):
-    """The model as `save_pretrained` leaves it, and with its record where parameters whose names begin so were moved by training."""
+    """Save a model again; with its record if training moved the parameters whose names begin so."""
     model = load(folder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -209,28 +195,28 @@ def test_digest_is_independent_of_files(tmp_path):
 
 
 def test_strip_command_reports_the_comparison(command, base, tmp_path):
-    model, words = unverified(base, tmp_path / "out"), ("--output", tmp_path / "stripped")
-    same = command("strip", model, *words)
-    assert (same.status, same.err) == (0, "")
-    assert "Its weights are the base's, byte for byte." in " ".join(same.out.split())
+    def run(model, *words):
+        done = command("strip", model, "--output", tmp_path / "stripped", "--overwrite", *words)
+        assert done.status == 0, done.err
+        return " ".join(done.out.split()), done.err, done
+
+    model = unverified(base, tmp_path / "out")
+    out, err, _ = run(model)
+    assert "Its weights are the base's, byte for byte." in out and err == ""
     trained = saved_again(model, tmp_path / "trained", ["model.layers.2.mlp."])
-    other = command("strip", trained, *words, "--overwrite")
-    assert other.status == 0
-    assert "Its weights are not the base's, byte for byte: 3 tensors differ." in " ".join(other.out.split())
-    assert other.err.startswith("upscale: warning: 3 of 39 tensors are not the base's, byte for byte: trained since")
+    out, err, _ = run(trained)
+    assert "Its weights are not the base's, byte for byte: 3 tensors differ." in out
+    assert err.startswith("upscale: warning: 3 of 39 tensors are not the base's, byte for byte")
     (trained / "upscale.json").unlink()
-    unknown = command("strip", trained, *words, "--overwrite", "--json")
-    assert unknown.status == 0
-    assert unknown.err.startswith(WITHOUT_COUNT)
-    report = unknown.json()
-    assert (report["base_confirmed"], report["differing_tensors"]) == (False, None)
-    assert report["removed_layer_indices"] == [1, 4]
+    _, err, done = run(trained, "--json")
+    assert err.startswith("upscale: warning: the weights are not the base's, byte for byte")
+    expected = {"base_confirmed": False, "differing_tensors": None, "removed_layer_indices": [1, 4]}
+    assert expected.items() <= done.json().items()
     edit_config(model, upscale={k: v for k, v in config_of(model)["upscale"].items() if k != "base_sha256"})
     (model / "upscale.json").unlink()
     assert stripped(model, tmp_path / "once") == (None, None)
-    nobody = command("strip", model, *words, "--overwrite")
-    assert (nobody.status, nobody.err) == (0, "")
-    assert UNKNOWN in " ".join(nobody.out.split())
+    out, err, _ = run(model)
+    assert "Its weights are not known to be the base's: its config holds no digest" in out and err == ""
 
 
 def test_inspect_shows_what_was_stripped(command, base, tmp_path):
@@ -238,42 +224,38 @@ def test_inspect_shows_what_was_stripped(command, base, tmp_path):
     unverified(once, tmp_path / "twice", placement="0,4,8")
     strip(tmp_path / "twice", tmp_path / "back")
     strip(tmp_path / "back", tmp_path / "base-again")
-    inspected = inspect_checkpoint(tmp_path / "base-again")
-    assert inspected == {
+    removed = {"method": "midus-hml", "removed_layers": [1, 4], "base_confirmed": True, "differing_tensors": 0}
+    assert inspect_checkpoint(tmp_path / "base-again") == {
         "model": str(tmp_path / "base-again"),
         "model_type": "llama",
         "num_layers": 4,
         "parameters": {"total": sum(tensor.numel() for tensor in read_tensors(base).values())},
-        "stripped": {
-            "model": "back", "method": "midus-hml", "removed_layers": [1, 4], "base_confirmed": True,
-            "differing_tensors": 0,
-        },
-    }  # fmt: skip
+        "stripped": {"model": "back", **removed},
+    }
     whole = inspect_checkpoint(tmp_path / "back")
     assert whole["stripped"]["removed_layers"] == [0, 4, 8] and len(whole["layers"]) == 6
     assert whole["base"] == "unknown: strip does not restore the record of the base"
     for name, told in (
         (
             "base-again",
-            "stripped from back, upscaled with midus-hml; took out layers 1, 4 its weights were the base's, byte for byte",
+            "stripped from back, upscaled with midus-hml; took out layers 1, 4 its weights were the base's",
         ),
         ("back", "stripped from twice, upscaled with midus-hml; took out layers 0, 4, 8"),
     ):
         assert told in " ".join(command("inspect", tmp_path / name).out.split())
 
 
-def test_digests_fail_on_a_short_file_and_stop(base, tmp_path):
+def test_digests_fail_on_a_short_file_and_stop(tmp_path):
     short = save_base(tmp_path / "short")
     opened = open_base(short)
-    names = opened.weight_names
+    names, digest = opened.weight_names, content_digest(read_tensors(short))
     with digests.TensorDigests(opened.tensors, names) as started:
-        result = started.finish()
-    assert digests.content_sha256(result) == content_digest(read_tensors(short))
+        assert digests.content_sha256(started.finish()) == digest
     with (short / "model.safetensors").open("r+b") as file:
         file.truncate(50_000)
     with (
-        digests.TensorDigests(opened.tensors, names) as started,
         pytest.raises(OSError, match=r"model.safetensors ended \d+ bytes early"),
+        digests.TensorDigests(opened.tensors, names) as started,
     ):
         started.finish()
     with pytest.raises(KeyboardInterrupt), digests.TensorDigests(opened.tensors, names) as started:
@@ -296,7 +278,6 @@ def test_inspect_shows_repeats_copies_and_fusions(method, base, tmp_path):
     rows = inspect_checkpoint(tmp_path / "out")["layers"]
     assert {row["index"]: row["from"] for row in rows if row["new"]} == FROM[method]
     assert all(row["from"].startswith("base ") for row in rows if not row["new"])
-    assert [row["index"] for row in rows] == list(range(len(rows)))
 
 
 def test_strip_notes_files_that_are_not_compared(base, tmp_path, command):

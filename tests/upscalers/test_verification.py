@@ -40,7 +40,7 @@ def change_written(monkeypatch, name, change=lambda tensor: tensor + 1e-3):
 
 
 @pytest.mark.parametrize(
-    ("name", "file"),
+    ("name", "place"),
     [
         ("embed_tokens.weight", "in the embedding"),
         ("layers.3.mlp.down_proj.weight", "in layer 3 (base 2)"),
@@ -48,11 +48,11 @@ def change_written(monkeypatch, name, change=lambda tensor: tensor + 1e-3):
         ("norm.weight", "after the last layer"),
     ],
 )
-def test_message_names_the_first_difference(tmp_path, monkeypatch, name, file):
+def test_message_names_the_first_difference(tmp_path, monkeypatch, name, place):
     base = save_base(tmp_path / "base", prefix="")
     change_written(monkeypatch, name)
-    expected = f"expected a difference of exactly 0. They first differ {file}."
-    with pytest.raises(VerificationError, match=rf"differ from the base's by up to [\d.e-]+; {re.escape(expected)}$"):
+    expected = rf"by up to [\d.e-]+; expected a difference of exactly 0. They first differ {re.escape(place)}\.$"
+    with pytest.raises(VerificationError, match=expected):
         with_memory(base, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
@@ -99,8 +99,7 @@ def test_non_finite_base_is_refused_unless_unverified(tmp_path, monkeypatch, val
     tensors = read_tensors(base)
     tensors[name].flatten()[int(share * (tensors[name].numel() - 1))] = value
     write_tensors(base, tensors)
-    message = f"{name} holds NaN or infinite values; expected finite weights. Repair the base, or pass --no-verify"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{name} holds NaN or infinite .* Repair the base, or pass --no-verify"):
         with_memory(base, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
     assert with_memory(base, tmp_path / "out", verify=False).identity.checked is None
@@ -130,8 +129,9 @@ def overflow(base, part):
     write_tensors(base, tensors)
 
 
-@pytest.mark.parametrize("overflows", [False, True])
-@pytest.mark.parametrize(("method", "start"), [("midus-hml", PROMISED), ("solar", NOT_PROMISED)])
+@pytest.mark.parametrize(
+    ("method", "start", "overflows"), [("midus-hml", PROMISED, True), ("solar", NOT_PROMISED, False)]
+)
 def test_card_and_report_say_that_nothing_was_compared(command, tmp_path, overflows, method, start):
     base = save_base(tmp_path / "base", "llama" if overflows else "gemma3", dtype=torch.float16)
     words = ("--base", base, "--method", method, "--output", tmp_path / "out")
@@ -147,8 +147,7 @@ def test_card_and_report_say_that_nothing_was_compared(command, tmp_path, overfl
     assert f"identity {promise} by the method; nothing was compared" in " ".join(done.out.split())
     assert ("every logit of the base is NaN or infinite, so nothing was compared" in done.err) == overflows
     record = record_of(tmp_path / "out")
-    assert record["identity"] == {"checked": None, "max_abs_diff": None, "compared": None}
-    assert record["kl_divergence"] is None
+    assert [*record["identity"].values(), record["kl_divergence"]] == [None] * 4
     assert f"{start}\n" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -163,9 +162,7 @@ def test_divergence_leaves_out_non_finite_logits(tmp_path):
 def test_non_finite_result_is_refused(base, tmp_path, monkeypatch):
     monkeypatch.setattr(MidusHml, "identity", False)
     change_written(monkeypatch, "model.layers.1.memory.value_bank", lambda tensor: tensor + math.inf)
-    with pytest.raises(
-        VerificationError, match=r"NaN or infinite where the base's are finite; .* another --dtype or method\."
-    ):
+    with pytest.raises(VerificationError, match=r"NaN or infinite where .* finite; .* another --dtype or method"):
         with_memory(base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -181,10 +178,9 @@ def copied(name: str, layer: int) -> Callable[[Layers], None]:
 
 FAULTS: dict[str, tuple[Callable[[Layers], Any], str]] = {
     "tensors left out": (
-        lambda layers: layers[2].clear(),
-        r"layer 2: there is no recipe for self_attn.q_proj.weight, .* and 5 more; expected one for each of 9 tensors",
+        lambda layers: layers[2].clear(), r"layer 2: there is no recipe for self_attn.q_proj.weight, .* and 5 more; expected one",
     ),
-    "a layer left out": (lambda layers: layers.pop(), r"gives recipes for this many layers: \d+; expected \d+, as many as its plan"),
+    "a layer left out": (lambda layers: layers.pop(), r"recipes for this many layers: \d+; expected \d+, as many as its plan"),
     "an unknown name": (
         lambda layers: layers[2].update({"mlp.up_projection.weight": Fill((48, 32), 1.0)}),
         "layer 2: there is a recipe for mlp.up_projection.weight; expected none except for self_attn.q_proj.weight, ",
@@ -218,35 +214,24 @@ def test_method_with_wrong_recipes_writes_nothing(name, base, tmp_path, monkeypa
 def test_plan_without_a_base_layer_is_refused(base, monkeypatch):
     plan = Plan((Base(0), Base(3), Base(3)), 4)
     monkeypatch.setattr(get_method("solar"), "plan", lambda *arguments: plan)
-    with pytest.raises(
-        MethodError, match="plan of method solar has no base layer 1, 2; expected all layers of the base"
-    ):
+    with pytest.raises(MethodError, match="plan of method solar has no base layer 1, 2; expected all layers"):
         upscale(base=base, method="solar", dry_run=True)
 
 
 @pytest.mark.parametrize(
-    ("method", "changes", "error", "message"),
+    ("method", "family", "changes", "error", "message"),
     [
-        (
-            "llama-pro", {"num_hidden_layers": 5}, MethodError,
-            "gives a config with num_hidden_layers = 5; expected 6, as many as its plan has",
-        ),
-        (
-            "llama-pro", {"vocab_size": 7}, MethodError,
-            r"outside the layers: model.embed_tokens.weight is \[128, 32\]; expected \[7, 32\]",
-        ),
-        ("llama-pro", {"intermediate_size": 47}, MethodError, r"layer 0: mlp.gate_proj.weight is \[48, 32\]; expected \[47, 32\]"),
-        ("solar", {"tie_word_embeddings": False}, MethodError, r"solar, outside the layers: there is no recipe for lm_head\.weight"),
-        (
-            "midus-hml", {"layer_types": ["full_attention"] * 6}, ValueError,
-            r"layer 3 has .* = 'full_attention' and its source, layer 2, has 'sliding_attention'",
-        ),
+        ("llama-pro", "llama", {"num_hidden_layers": 5}, MethodError, "num_hidden_layers = 5; expected 6, as many as its plan has"),
+        ("llama-pro", "llama", {"vocab_size": 7}, MethodError, r"model.embed_tokens.weight is \[128, 32\]; expected \[7, 32\]"),
+        ("llama-pro", "llama", {"intermediate_size": 47}, MethodError, r"layer 0: mlp.gate_proj.weight is .*; expected \[47, 32\]"),
+        ("solar", "gemma2", {"tie_word_embeddings": False}, MethodError, r"outside the layers: .* no recipe for lm_head\.weight"),
+        ("midus-hml", "qwen2", {"layer_types": ["full_attention"] * 6}, ValueError,
+         "layer 3 has .* = 'full_attention' and its source, layer 2, has 'sliding_attention'"),
     ],
     ids=str,
 )  # fmt: skip
-def test_wrong_config_of_a_method_is_refused(method, changes, error, message, shared_base, monkeypatch):
+def test_wrong_config_of_a_method_is_refused(method, family, changes, error, message, shared_base, monkeypatch):
     config = get_method(method).config
     monkeypatch.setattr(get_method(method), "config", lambda *arguments: {**config(*arguments), **changes})
-    base = shared_base({"solar": "gemma2", "midus-hml": "qwen2"}.get(method, "llama"))
     with pytest.raises(error, match=message):
-        upscale(base=base, method=method, dry_run=True)
+        upscale(base=shared_base(family), method=method, dry_run=True)

@@ -98,17 +98,15 @@ def test_matrix_of_zeros_in_every_layer_is_refused(tmp_path):
     made, rows = predicted(layers, tmp_path, {3: (2, 3), 4: (3, 4)})
     assert all(matrix.isfinite().all() and matrix.any() for matrix in made.values())
     assert all(math.isfinite(value) for row in rows.values() for value in row.values() if not isinstance(value, str))
-    message = "model.layers.0.self_attn.q_proj.weight and its counterparts are zero in every layer; lesa has nothing to learn from"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=r"q_proj.weight and its counterparts are zero in every layer; lesa has nothing"
+    ):
         predicted([torch.zeros(SIZE, SIZE)] * 4, tmp_path, {2: (1, 2)})
 
 
-HIDDEN_NORMS = (
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    "pre_feedforward_layernorm.weight",
-    "post_feedforward_layernorm.weight",
-)
+HIDDEN_NORMS = tuple(f"{name}.weight" for name in (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+))  # fmt: skip
 
 ROLES = ["query", "key", "value", "output_projection", "gate", "up", "down"]
 COLUMNS = ["norm_ratio", "cosine_to_mean", "directions_left_out", "seconds"]
@@ -148,10 +146,7 @@ def test_norm_init_selects_the_source(norm_init, family, shared_base, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "options", "neighbours"),
-    [
-        ("llama", {}, {(1, 2), (2, 3)}),
-        ("gemma2", {"neighbours": "same_type"}, {(0, 2), (1, 3)}),
-    ],
+    [("llama", {}, {(1, 2), (2, 3)}), ("gemma2", {"neighbours": "same_type"}, {(0, 2), (1, 3)})],
 )
 def test_prediction_reads_both_neighbours_in_order(family, options, neighbours, shared_base, tmp_path, monkeypatch):
     pairs, threads, honest, before = [], set(), layer_predictor.predict, torch.get_num_threads()
@@ -193,15 +188,13 @@ def test_lesa_scratch_space_is_checked_first(base, tmp_path, command, refused, m
     matrices = [tensor for name, tensor in read_tensors(base).items() if ".layers." in name and tensor.dim() == 2]
     coordinates = 4 * sum(matrix.numel() for matrix in matrices)
     usage = shutil.disk_usage(tmp_path)
-    for room, enough in ((written + coordinates, True), (written + coordinates // 2, False)):
-        free = room + 64_000_000
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+    for room in (coordinates // 2, coordinates):
+        free = usage._replace(free=written + room + 64_000_000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: free)
         outcome = command(*usual, "--output", tmp_path / "out")
-        if enough:
-            assert outcome.status == 0
-            shutil.rmtree(tmp_path / "out")
-        else:
+        if room < coordinates:
             refused(outcome, "the output needs .* GB, but .* has .* GB free", [])
+    assert outcome.status == 0
 
 
 def request(*settings: str) -> list[str]:
@@ -211,9 +204,8 @@ def request(*settings: str) -> list[str]:
 
 WARNED = {
     "collapse": (["norm_weight=0"], "norm_ratio", 0.5, r"norms below 0\.5 of their neighbours' \(.+\); .* More epochs"),
-    "noise of full norm": (
-        ["norm_weight=1", "epochs=40"], "cosine_to_mean", 0.1, r"mean is below 0\.1 \(.+\), .* Lower norm_weight, .* identity=auto",
-    ),
+    "noise of full norm": (["norm_weight=1", "epochs=40"], "cosine_to_mean", 0.1,
+                           r"mean is below 0\.1 \(.+\), .* Lower norm_weight, .* identity=auto"),
 }  # fmt: skip
 
 
@@ -242,17 +234,12 @@ def test_missing_directions_are_warned_of(tmp_path, command):
         elif "gate_proj" in name:
             tensor[40:43] = tensor[:3]
     write_tensors(base, tensors)
-    guarded = "the base's layers do not span all directions: query 5, gate 3 singular values are below the threshold and left out."
-    done = command("--base", base, "--no-verify", *request("norm_weight=1", "epochs=3"), "--output", tmp_path / "out")
-    assert done.status == 0 and f"upscale: warning: {guarded}" in done.err.splitlines()
+    done = command("--base", base, "--no-verify", *request("norm_weight=1"), "--output", tmp_path / "out")
+    assert done.status == 0 and "do not span all directions: query 5, gate 3 singular values are below" in done.err
 
 
-@pytest.mark.parametrize(
-    ("stop", "status", "message"),
-    [(torch.OutOfMemoryError("no memory left"), 1, "failed: OutOfMemoryError: no memory left"), (None, 130, "interrupted")],
-    ids=["an error", "the keyboard"],
-)  # fmt: skip
-def test_stopped_solver_leaves_nothing(stop, status, message, base, tmp_path, command, monkeypatch):
+@pytest.mark.parametrize("stop", [torch.OutOfMemoryError("no memory left"), None], ids=["an error", "the keyboard"])
+def test_stopped_solver_leaves_nothing(stop, base, tmp_path, command, monkeypatch):
     honest, calls = layer_predictor.train_predictor, []
 
     def stopping(*arguments, **options):
@@ -265,5 +252,6 @@ def test_stopped_solver_leaves_nothing(stop, status, message, base, tmp_path, co
 
     monkeypatch.setattr(layer_predictor, "train_predictor", stopping)
     done = command("--base", base, *request(), "--output", tmp_path / "out", "--no-verify")
-    assert (done.status, done.err.splitlines()[0]) == (status, f"upscale: {message}")
+    message = "failed: OutOfMemoryError: no memory left" if stop else "interrupted"
+    assert (done.status, done.err.splitlines()[0]) == (1 if stop else 130, f"upscale: {message}")
     assert not any(tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """What new layers of dense methods are made of, layers, types and numbers against float64, and how they begin as the identity."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -72,9 +73,8 @@ def test_llama_pro_copies_all_but_the_zeroed_tensors(native_family, shared_base,
             assert not any(actual[name].any() for name in changed)
 
 
-def test_stack_in_another_order_strips(native_family, shared_base, tmp_path):
-    base, layers = shared_base(native_family), ["2-3", "0-2"]
-    upscale(base=base, method="stack", options={"layers": layers}, output=tmp_path / "out")
+def test_stack_in_another_order_strips(base, tmp_path):
+    upscale(base=base, method="stack", options={"layers": ["2-3", "0-2"]}, output=tmp_path / "out")
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
     for index, source in enumerate([2, 3, 0, 1, 2]):
         expected = layer(old, source)
@@ -103,10 +103,8 @@ TYPES_OF_RESULTS = {
     ("qwen2", "llama-pro"): [F, F, F, F, S, S, S, S, S, S],
 }
 PLACED_AT = {
-    "solar": {"num_new_layers": 4},
-    "llama-pro": {"placement": "2,5,8,9"},
-    "avg-deus": {"placement": "2,4,6,8"},
-}
+    "solar": {"num_new_layers": 4}, "llama-pro": {"placement": "2,5,8,9"}, "avg-deus": {"placement": "2,4,6,8"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("implied", [False, True])
@@ -120,12 +118,12 @@ def test_config_lists_layer_types_even_if_implied(family, method, implied):
 
 
 def test_same_type_neighbour_is_an_earlier_layer():
-    config = tiny_config("gemma3", **WITH_TYPES["gemma3"])
-    plan = planned(config, "avg-deus", None, "3,5,7", neighbours="same_type")
+    config, options = tiny_config("gemma3", **WITH_TYPES["gemma3"]), {"neighbours": "same_type"}
+    plan = planned(config, "avg-deus", None, "3,5,7", **options)
     assert [plan.layers[index].sources for index in plan.new_indices] == [(3, 1), (4, 3), (5, 2)]
-    request = {"placement": "3,5,7", "options": {"neighbours": "same_type"}}
-    assert upscaled_config(config, "avg-deus", **request)["layer_types"] == [S, S, F, S, S, S, S, F, F]
-    plan = planned(tiny_config("llama", num_hidden_layers=6), "avg-deus", 3, neighbours="same_type")
+    result = upscaled_config(config, "avg-deus", placement="3,5,7", options=options)
+    assert result["layer_types"] == [S, S, F, S, S, S, S, F, F]
+    plan = planned(tiny_config("llama", num_hidden_layers=6), "avg-deus", 3, **options)
     assert [plan.layers[index].sources for index in plan.new_indices] == [(3, 2), (4, 3), (5, 4)]
 
 
@@ -133,18 +131,15 @@ def test_same_type_neighbour_is_an_earlier_layer():
 def test_fusing_both_attention_types_is_warned_of(method, tmp_path):
     base = save_base(tmp_path / "base", "gemma3", **WITH_TYPES["gemma3"])
     for placement, options, fusing in (
-        ("3,5,7", {}, "new layers 3, 7 fuse"),
+        ("3,5,7", {}, "new layers 3, 7 fuse sliding and full attention, .* Pass neighbours=same_type"),
         ("3,5,7", {"neighbours": "same_type"}, None),
-        ("4,6", {}, "new layer 6 fuses"),
+        ("4,6", {}, "new layer 6 fuses sliding and full attention, .* Pass neighbours=same_type"),
         ("1,5", {}, None),
     ):
         progress = Recorder()
         upscaled(base, None, method, placement=placement, options=options, progress=progress, dry_run=True)
-        expected = [
-            f"{fusing} sliding and full attention, whose rotary embeddings and windows may differ. Pass neighbours=same_type to "
-            "avoid it."
-        ]
-        assert [warning for warning in progress.warnings if " fuse" in warning] == expected * bool(fusing)
+        warned = [warning for warning in progress.warnings if " fuse" in warning]
+        assert len(warned) == (fusing is not None) and all(re.match(fusing, warning) for warning in warned)
 
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "num_hidden_layers": 6}
@@ -153,9 +148,14 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_la
 @pytest.mark.parametrize(
     ("family", "changes", "method", "moved"),
     [
-        ("gemma3", {"num_hidden_layers": 12, "sliding_window_pattern": 3}, "llama-pro", "8 of 18"),
-        ("gemma2", {"num_hidden_layers": 5}, "solar", "4 of 8"),
-        ("qwen2", WINDOWED, "solar", "2 of 10"),
+        (
+            "gemma3",
+            {"num_hidden_layers": 12, "sliding_window_pattern": 3},
+            "llama-pro",
+            "8 of 18 layers .* gemma3_text",
+        ),
+        ("gemma2", {"num_hidden_layers": 5}, "solar", "4 of 8 layers .* gemma2"),
+        ("qwen2", WINDOWED, "solar", "2 of 10 layers .* qwen2"),
         ("gemma2", {"num_hidden_layers": 5}, "midus-hml", None),
         ("gemma2", {"layer_types": [F, S, S, S]}, "llama-pro", None),
     ],
@@ -167,13 +167,7 @@ def test_index_that_no_longer_implies_types_is_warned_of(family, changes, method
     upscale(base=base, method=method, options=SMALL.get(method, {}), progress=progress, dry_run=True)
     warned = [warning for warning in progress.warnings if "another attention type" in warning]
     assert len(warned) == (moved is not None)
-    if moved:
-        model_type = {"gemma3": "gemma3_text"}.get(family, family)
-        assert warned[0] == (
-            f"{moved} layers have another attention type than {model_type} implies by their index. transformers reads "
-            "layer_types and is right; runtimes that use the index, such as llama.cpp, compute a different function. Write the "
-            "types into their file (see docs/export.md)."
-        )
+    assert not moved or re.match(rf"{moved} implies by their index\. .* \(see docs/export\.md\)\.$", warned[0])
 
 
 RECIPES = Path(__file__).parents[3] / "configs" / "upscale"
@@ -196,27 +190,34 @@ def test_recipes_add_half_as_many_layers(name, tmp_path):
     assert report.promises_identity == (name != "avg-deus")
 
 
-def coarsen(folder):
-    """Round weights to multiples of 2**-9: means of two are exact in float32, so that a formula in float64 has the same bits."""
-    tensors = read_tensors(folder)
-    write_tensors(folder, {name: ((t.double() * 512).round() / 512).to(t.dtype) for name, t in tensors.items()})
-    assert all(tensor.any() for tensor in read_tensors(folder).values())
+def coarsen(tensor):
+    """Round to multiples of 2**-9: means of two are exact in float32, so that a formula in float64 has the same bits."""
+    return ((tensor.double() * 512).round() / 512).to(tensor.dtype)
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", torch.float32), ("gemma3", torch.bfloat16), ("olmo2", torch.float16)], ids=str
+    ("family", "stored", "dtype"),
+    [
+        ("llama", torch.float32, "auto"),
+        ("gemma3", torch.bfloat16, "auto"),
+        ("olmo2", torch.float16, "auto"),
+        ("llama", torch.float64, "float32"),
+        ("llama", torch.float64, "bfloat16"),
+    ],
+    ids=str,
 )
-def test_mean_is_rounded_once(family, dtype, tmp_path):
-    base = save_base(tmp_path / "base", family, dtype)
-    coarsen(base)
-    upscaled(base, tmp_path / "out", "avg-deus")
+def test_mean_is_rounded_once(family, stored, dtype, tmp_path):
+    base = save_base(tmp_path / "base", family, stored)
+    change = fine if stored == torch.float64 else coarsen
+    write_tensors(base, {name: change(tensor) for name, tensor in read_tensors(base).items()})
+    upscaled(base, tmp_path / "out", "avg-deus", dtype=dtype)
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
     for index, source in ((2, 1), (4, 2)):
         previous, following = layer(old, source), layer(old, source + 1)
         assert layer(new, index).keys() == previous.keys()
         for name, tensor in layer(new, index).items():
             mean = (previous[name].double() + following[name].double()) / 2
-            assert torch.equal(tensor, mean.to(dtype)), name
+            assert torch.equal(tensor, mean.to(stored if dtype == "auto" else getattr(torch, dtype))), name
 
 
 @pytest.mark.parametrize("method", ["avg-deus", "llama-pro"])
@@ -230,23 +231,22 @@ def test_new_layers_have_the_dtype_of_their_sources(method, tmp_path):
         assert {n: t.dtype for n, t in layer(new, index).items()} == {n: t.dtype for n, t in layer(mixed, 0).items()}
 
 
-def save_double(folder):
-    """A base with weights that float32 cannot hold."""
-    base = save_base(folder, dtype=torch.float64)
-    fine = {name: tensor * (1 + 1e-11) for name, tensor in read_tensors(base).items()}
-    write_tensors(base, fine)
-    assert not any(torch.equal(tensor, tensor.float().double()) for tensor in fine.values())
-    return base
+def fine(tensor):
+    """A float64 tensor that float32 cannot hold."""
+    tensor = tensor * (1 + 1e-11)
+    assert not torch.equal(tensor, tensor.float().double())
+    return tensor
 
 
 @pytest.mark.parametrize("method", REQUESTS)
 def test_dense_methods_keep_float64(method, tmp_path):
-    base = save_double(tmp_path / "base")
+    base = save_base(tmp_path / "base", dtype=torch.float64)
+    write_tensors(base, {name: fine(tensor) for name, tensor in read_tensors(base).items()})
     upscaled(base, tmp_path / "out", method, verify=True)
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
     assert all(tensor.dtype == torch.float64 for tensor in new.values())
-    assert torch.equal(new["model.embed_tokens.weight"], old["model.embed_tokens.weight"])
-    assert torch.equal(new["model.layers.0.mlp.up_proj.weight"], old["model.layers.0.mlp.up_proj.weight"])
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
+        assert torch.equal(new[name], old[name])
     if method != "lesa":  # which predicts in float32
         assert not any(torch.equal(tensor, tensor.float().double()) for tensor in new.values() if tensor.any())
 
@@ -254,22 +254,11 @@ def test_dense_methods_keep_float64(method, tmp_path):
 def test_combine_computes_in_the_finest_dtype():
     sources = {"coarse": torch.tensor([1.0, 2.0]), "fine": torch.tensor([1e-12, 2e-12], dtype=torch.float64)}
     exact = sources["coarse"].double() + sources["fine"]
-    made = Combine((2,), (("coarse", 1.0), ("fine", 1.0))).build(sources.__getitem__)
-    assert torch.equal(made, exact)
-    swapped = Combine((2,), (("fine", 1.0), ("coarse", 1.0))).build(sources.__getitem__)
-    assert torch.equal(swapped, exact)
+    for names in (("coarse", "fine"), ("fine", "coarse")):
+        made = Combine((2,), tuple((name, 1.0) for name in names)).build(sources.__getitem__)
+        assert torch.equal(made, exact)
     narrow = Combine((2,), (("coarse", 0.1),)).build(lambda name: sources[name].bfloat16())
     assert narrow.dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_narrower_output_is_rounded_once(dtype, tmp_path):
-    base = save_double(tmp_path / "base")
-    upscale(base=base, method="avg-deus", output=tmp_path / "out", placement="2", dtype=dtype, verify=False)
-    old, new = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
-    for name, tensor in new.items():
-        exact = layer(old, 2)[name] * 0.5 + layer(old, 1)[name] * 0.5
-        assert torch.equal(tensor, exact.to(getattr(torch, dtype))), name
 
 
 PROJECTIONS = {"self_attn.o_proj", "mlp.down_proj"}
@@ -297,35 +286,23 @@ def with_gradient(block) -> set[str]:
     return {name for name, parameter in block.named_parameters() if parameter.grad.any()}
 
 
-def step(model, blocks) -> float:
-    """Train the blocks for one step; returns the largest change of a logit."""
-    parameters = [parameter for block in blocks for parameter in block.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
-    with torch.no_grad():
-        before = model(prompt()).logits
-    backward(model)
-    optimizer.step()
-    with torch.no_grad():
-        return (model(prompt()).logits - before).abs().max().item()
-
-
 @pytest.mark.parametrize("method", PROMISING)
 def test_first_step_trains_only_what_makes_the_identity(native_family, method, shared_base, tmp_path):
     # Other tests make the identity of every family by `auto`.
     identity, first = ("zero_out_norm", GAINS) if native_family in OUTPUT_NORMS else ("auto", PROJECTIONS)
     base = shared_base(native_family)
     model, blocks = new_model(base, tmp_path / "out", method, identity=identity)
-    assert (
-        torch.equal(logits(base), logits(tmp_path / "out")) and model.config.upscale["options"]["identity"] == identity
-    )
+    before = logits(base)
+    assert torch.equal(before, logits(tmp_path / "out")) and model.config.upscale["options"]["identity"] == identity
     backward(model)
-    for block in blocks:
-        assert with_gradient(block) == {f"{name}.weight" for name in first}
-    change = step(model, blocks)
+    assert all(with_gradient(block) == {f"{name}.weight" for name in first} for block in blocks)
+    parameters = [parameter for block in blocks for parameter in block.parameters()]
+    torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0).step()
+    with torch.no_grad():
+        change = (model(prompt()).logits - before).abs().max()
     assert change > 0 and (native_family not in OUTPUT_NORMS or change < LARGEST_STEP)
     backward(model)
-    for block in blocks:
-        assert with_gradient(block) == {name for name, _ in block.named_parameters()}
+    assert all(with_gradient(block) == {name for name, _ in block.named_parameters()} for block in blocks)
 
 
 @pytest.mark.parametrize(("method", "tied"), [(method, bool(number % 2)) for number, method in enumerate(PROMISING)])
@@ -341,19 +318,13 @@ def test_biases_of_zero_projections_are_zero_and_train(method, tied, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_method_without_options_copies_and_keeps_identity(family, shared_base, tmp_path, monkeypatch):
     monkeypatch.setattr(contract, "METHODS", {**METHODS})
-    members = {
-        "summary": "copies",
-        "paper": None,
-        "identity": True,
-        "concerns": lambda *arguments: ["by its name until 1.0"],
-    }
+    members = {"summary": "copies", "paper": None, "identity": True, "concerns": lambda *_: ["by its name until 1.0"]}
     register_method("copies")(type("Copies", (DenseMethod,), members))
     base, progress = shared_base(family), Recorder()
     report = upscale(base=base, method="copies", output=tmp_path / "out", placement=[2, 5], progress=progress)
     assert "by its name until 1.0" in progress.warnings
     assert report.promises_identity and torch.equal(logits(base), logits(tmp_path / "out"))
-    old, new = read_tensors(base), read_tensors(tmp_path / "out")
-    name = "model.layers.{}.self_attn.q_proj.weight"
+    old, new, name = read_tensors(base), read_tensors(tmp_path / "out"), "model.layers.{}.self_attn.q_proj.weight"
     for index, source in {2: 2, 3: 2, 5: 3}.items():
         assert torch.equal(new[name.format(index)], old[name.format(source)])
 

@@ -10,7 +10,6 @@ import yaml
 from tiny import prompt, save_tiny_model
 from topics.trees import random_tree
 from training.tiny_run import tiny_config, tiny_tokenizer
-from transformers import AutoModelForCausalLM
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.files.checkpoint_files import BLOCK_STATES, RUN_CONFIG
@@ -32,8 +31,7 @@ NAMES = ["hier-ffn", "hier-lora-vo"]
 
 
 def bank_of(folder: Path, name: str = "hier-ffn") -> MemoryBank:
-    layout = AutoModelForCausalLM.from_pretrained(folder).banks.layouts[name]
-    return MemoryBank(folder / "memory_bank" / name, layout)
+    return MemoryBank(folder / "memory_bank" / name, load(folder).banks.layouts[name])
 
 
 def write_blocks(folder: Path, name: str = "hier-ffn") -> None:
@@ -67,7 +65,7 @@ def upscaled(tmp_path_factory):
 def trained(upscaled, tmp_path_factory):
     """The output of a run with checkpoints of two steps, in which block (2, 4) has learned."""
     folder = shutil.copytree(upscaled / "one", tmp_path_factory.mktemp("trained") / "run")
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = load(folder)
     (blocks,) = train_blocks(model.banks).values()
     for step in (1, 2):
         (blocks.block(2, 4) * torch.randn(blocks.layout.record_numel(2))).sum().backward()
@@ -100,7 +98,7 @@ def files_with(folder: Path, record: torch.Tensor) -> set[str]:
 def test_blocks_lists_each_bank_and_their_sums(upscaled, run, chapters):
     listed = run("blocks", upscaled / "two")
     first, second = listed["banks"]
-    assert [each["memory"] for each in listed["banks"]] == NAMES
+    assert [first["memory"], second["memory"]] == NAMES
     assert (first["fetched"], first["bank"]) == (4 * 3 * 32 * 6, 4 * 3 * 32 * (12 + 18))
     assert all(listed[key] == first[key] + second[key] for key in ("fetched", "bank"))
     for each in (first, second):
@@ -109,25 +107,23 @@ def test_blocks_lists_each_bank_and_their_sums(upscaled, run, chapters):
         assert (two["nodes"], two["written"], two["deleted"], two["generic"]) == (9, [1, 7], [], True)
     assert "a text fetches 2,304 of 11,520 parameters" in chapters("blocks", upscaled / "one").out
     assert f"all banks: a text fetches {listed['fetched']:,} of" in chapters("blocks", upscaled / "two").out
-    only = run("blocks", upscaled / "two", "--memory", NAMES[1])
-    assert only["banks"] == [second]
+    assert run("blocks", upscaled / "two", "--memory", NAMES[1])["banks"] == [second]
 
 
 def test_deletion_changes_only_the_blocks(upscaled, tmp_path, run):
     nodes = ["--node", "1:0", "--node", "2:7", "--node", "2:3"]
-    card, path = (upscaled / "one" / "README.md").read_text(), upscaled / "one" / "README.md"
+    path = upscaled / "one" / "README.md"
+    card = path.read_text()
     path.write_text(card.replace("---\n", "---\nmodel-index: []\n", 1))
     done = run("delete", upscaled / "one", *nodes, "--output", tmp_path / "out")
-    assert done["banks"] == {"hier-ffn": ["1:0", "2:7"]}
     path.write_text(card)  # without results, which the result does not have either
     before, after = blocks_in(upscaled / "one"), blocks_in(tmp_path / "out")
-    assert after.keys() == before.keys() - {(1, 0), (2, 7)}
+    assert done["banks"] == {"hier-ffn": ["1:0", "2:7"]} and after.keys() == before.keys() - {(1, 0), (2, 7)}
     assert all(torch.equal(before[node], after[node]) for node in after)
     assert other_files(tmp_path / "out") == other_files(upscaled / "one")
     assert bank_of(tmp_path / "out").deleted(2) == [7]
-    edited = load(tmp_path / "out")
+    edited, tokens = load(tmp_path / "out"), prompt(5)
     with torch.no_grad():
-        tokens = prompt(5)
         ids = torch.tensor([[0, 0]] * len(tokens))
         assert torch.equal(edited(tokens, memory_ids=ids).logits, edited(tokens).logits)
     assert strip(tmp_path / "out", tmp_path / "base")["base_confirmed"] is True
@@ -210,19 +206,18 @@ def test_tree_loses_centroids_of_topics_without_blocks(with_trees, tmp_path, run
         bank = bank_of(tmp_path / "out", name)
         assert bank.tree == after.fingerprint == ClusterTree.load(bank.folder).fingerprint
         assert bank.description["grown_from"] == ([before.fingerprint] if gone else [])
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    check_tree(opened.banks, before.fingerprint, "the text", "")  # paths of other topics are what they were
+    check_tree(
+        load(tmp_path / "out").banks, before.fingerprint, "the text", ""
+    )  # paths of other topics are what they were
     again = run("delete", tmp_path / "out", *words, "--output", tmp_path / "again")
     assert again["centroids"] == {"deleted": [], "kept": [f"{level}:{node}" for level, node in kept]}
     assert ClusterTree.load(tmp_path / "again").fingerprint == after.fingerprint
 
 
-BLOCKS = "other weights: its last run trained only blocks; upscale strip proves"
-WEIGHTS = "kept: other weights, which the run trained; there is no proof that they forgot"
-GENERIC_KEPT = (
-    "kept: the generic memory, 2:generic; to delete: --node 1:generic --subtree; a run with --generic_share 0"
-)
-UNKNOWN = "other weights: not known, as no run or no upscaling is recorded there"
+BLOCKS = "other weights: its last run trained only blocks"
+WEIGHTS = "kept: other weights, which the run trained"
+GENERIC_KEPT = "kept: the generic memory, 2:generic; to delete: --node 1:generic --subtree"
+UNKNOWN = "other weights: not known"
 ALL = ["--node", "1:2", "--node", "1:generic", "--subtree"]
 # What `two` was trained with, as its run records it; words of `midus edit delete`; and what the lines that follow say.
 _KEEPS = {
@@ -231,10 +226,8 @@ _KEEPS = {
     "below": (None, ["--node", "1:2", "--node", "2:generic"], "kept: blocks below it, 2:7; to delete: --subtree", UNKNOWN),
     "above": ({"trainable": "all"}, ["--node", "2:7", "--node", "2:generic"], "blocks above it, 1:2; to delete: pass them", WEIGHTS),
     "adapters": ({"adapters": {"r": 2}}, ALL, WEIGHTS),
-    "other banks": (
-        {}, ["--node", "2:1", "--node", "1:0", "--node", "2:generic", "--memory", NAMES[1]],
-        "kept: the topic's own blocks in other banks, 1:0, 2:1; to delete: leave out --memory", GENERIC_KEPT, BLOCKS,
-    ),
+    "other banks": ({}, ["--node", "2:1", "--node", "1:0", "--node", "2:generic", "--memory", NAMES[1]],
+                    "own blocks in other banks, 1:0, 2:1; to delete: leave out --memory", GENERIC_KEPT, BLOCKS),
     "no topic": ({}, ["--node", "2:generic"], BLOCKS),
 }  # fmt: skip
 
@@ -274,20 +267,18 @@ def test_memory_with_bank_and_weights_trains_both(upscaled, tmp_path, monkeypatc
 @pytest.mark.parametrize("case", _KEEPS)
 def test_deletion_lists_related_training_and_copies(upscaled, tmp_path, chapters, monkeypatch, case):
     record, words, *expected = _KEEPS[case]
-    model = shutil.copytree(upscaled / "two", tmp_path / "model")
+    model, home = shutil.copytree(upscaled / "two", tmp_path / "model"), tmp_path / "home"
     copies = [str(model)]
     if record is not None:
         (model / RUN_CONFIG).write_text(yaml.safe_dump({"corpus": ["a.txt", "b.txt"], **record}))
         (model / "checkpoint-2").mkdir()
         copies += [f"{model}/checkpoint-2", "a.txt", "b.txt"]
-    (tmp_path / "home" / "datasets").mkdir(parents=True)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (home / "datasets").mkdir(parents=True)
+    monkeypatch.setenv("HF_HOME", str(home))
     monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
-    done = chapters("delete", model, *words, "--output", tmp_path / "out")
-    *lines, last = done.out.splitlines()[1:]
+    *lines, last = chapters("delete", model, *words, "--output", tmp_path / "out").out.splitlines()[1:]
     assert all(part in line for line, part in zip(lines, expected, strict=True)), lines
-    copies.append(str(tmp_path / "home" / "datasets"))
-    assert last == f"delete copies yourself: {', '.join(copies)}, logs and backups"
+    assert last == f"delete copies yourself: {', '.join([*copies, str(home / 'datasets')])}, logs and backups"
 
 
 def test_subtree_deletes_a_node_and_all_below(with_trees, tmp_path, run):
@@ -303,20 +294,19 @@ def test_subtree_deletes_a_node_and_all_below(with_trees, tmp_path, run):
 
 def test_document_is_forgotten_with_its_topic(with_trees, tmp_path, run):
     """As docs/banks.md says: the generic memory has learned from every topic, and is deleted too."""
-    nodes = ["--node", "1:2", "--node", "1:generic", "--subtree"]
-    run("delete", with_trees / "one", *nodes, "--output", tmp_path / "without")
-    tiny_tokenizer().save_pretrained(tmp_path / "without")
+    old, without, again = with_trees / "one", tmp_path / "without", tmp_path / "again"
+    run("delete", old, *ALL, "--output", without)
+    tiny_tokenizer().save_pretrained(without)
     row = json.dumps({"text": " ".join(f"w{word}" for word in range(10, 24)), "memory_ids": [2, 7]})
     (tmp_path / "rest.jsonl").write_text(f"{row}\n" * 8)
     keys = {"path_column": "memory_ids", "max_steps": 3, "tree": str(with_trees / "tree"), "generic_share": 0.0}
-    run_training(tiny_config(tmp_path / "without", tmp_path / "rest.jsonl", tmp_path / "again", **keys))
-    before, after = blocks_in(with_trees / "one"), blocks_in(tmp_path / "again")
-    assert after.keys() == before.keys() - {(2, -1)} and 7 not in bank_of(tmp_path / "again").deleted(2)
+    run_training(tiny_config(without, tmp_path / "rest.jsonl", again, **keys))
+    before, after = blocks_in(old), blocks_in(again)
+    assert after.keys() == before.keys() - {(2, -1)} and 7 not in bank_of(again).deleted(2)
     assert {key for key in after if not torch.equal(after[key], before[key])} == {(1, 2), (2, 7)}
-    saved, tree = (ClusterTree.load(folder) for folder in (tmp_path / "again", with_trees / "tree"))
-    assert saved.fingerprint == bank_of(tmp_path / "again").tree == tree.fingerprint, "texts find the topic again"
-    folders = (with_trees / "one", tmp_path / "without", tmp_path / "again")
-    models, tokens = [load(folder) for folder in folders], prompt(5)
+    saved, tree = (ClusterTree.load(folder) for folder in (again, with_trees / "tree"))
+    assert saved.fingerprint == bank_of(again).tree == tree.fingerprint, "texts find the topic again"
+    models, tokens = [load(folder) for folder in (old, without, again)], prompt(5)
     with torch.no_grad():
         of_others, of_topic = (
             [model(tokens, memory_ids=torch.tensor([ids] * len(tokens))).logits for model in models]
@@ -327,27 +317,27 @@ def test_document_is_forgotten_with_its_topic(with_trees, tmp_path, run):
 
 
 def test_deleted_block_is_in_no_file(trained, tmp_path, run):
-    learned = blocks_in(trained)[2, 4]
-    states = {
-        f"checkpoint-2/{BLOCK_STATES}/0/level-2.safetensors",
-        "checkpoint-2/memory_bank/hier-ffn/level-2.safetensors",
-    }
-    assert files_with(trained, learned) == {"memory_bank/hier-ffn/level-2.safetensors", *states}, "the search finds it"
+    learned, file = blocks_in(trained)[2, 4], "memory_bank/hier-ffn/level-2.safetensors"
+    states = {f"checkpoint-2/{BLOCK_STATES}/0/level-2.safetensors", f"checkpoint-2/{file}"}
+    assert files_with(trained, learned) == {file, *states}, "the search finds it"
     run("delete", trained, "--node", "2:4", "--output", tmp_path / "out")
     assert files_with(tmp_path / "out", learned) == set() and not list((tmp_path / "out").glob("checkpoint-*"))
     run("delete", trained / "checkpoint-2", "--node", "2:4", "--output", tmp_path / "other")
-    assert files_with(tmp_path / "other", learned) == set()
     names = {path.name for path in (tmp_path / "other").iterdir()}
+    assert files_with(tmp_path / "other", learned) == set()
     assert "model.safetensors" in names and names.isdisjoint({BLOCK_STATES, "trainer_state.json"})
 
 
-NO_MEMORY = "has no memory 'moc' that fetches blocks; expected a checkpoint with one. Its are: hier-ffn."
 REFUSED = [
     ("one", [], "expected either blocks (--node, perhaps with --subtree) or names of entries (--name)."),
     ("one", ["--node", "x"], "node is 'x'; expected LEVEL:NODE, such as 2:52, or LEVEL:generic."),
     ("one", ["--node", "3:0"], "node '3:0' is of level 3; expected 1 to 2."),
     ("one", ["--node", "1:3"], "node '1:3' does not exist; expected 0 to 2, or generic."),
-    ("one", ["--node", "1:0", "--memory", "moc"], NO_MEMORY),
+    (
+        "one",
+        ["--node", "1:0", "--memory", "moc"],
+        "has no memory 'moc' that fetches blocks; expected a checkpoint with one. Its are",
+    ),
     ("sparse", ["--node", "1:0"], "level 1 has no blocks; expected one of 2."),
     ("damaged", ["--node", "2:7"], "was altered or is not whole: "),
     ("no weights", ["--node", "1:0", "--subtree"], "holds no weights; expected model.safetensors"),
@@ -362,5 +352,5 @@ def test_wrong_deletion_is_refused(with_trees, refusal, model, words, message):
 
 
 def test_deletion_of_no_node_is_refused(upscaled, tmp_path):
-    with pytest.raises(ValueError, match="no node is given; expected one or more, each LEVEL:NODE, such as 2:52"):
+    with pytest.raises(ValueError, match="no node is given; expected one or more, each LEVEL:NODE"):
         delete(EditRequest(upscaled / "one", tmp_path / "out"), [])

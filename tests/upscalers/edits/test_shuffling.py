@@ -98,10 +98,11 @@ def test_shuffled_base_memory_is_warned_of_and_stays(make, tmp_path, command):
 
 
 def test_shuffle_without_rows_of_values_is_refused(base, tmp_path):
-    message = "has no table of values with a row for each of several slots; expected a model with a memory that retrieves rows"
     upscale(base=base, method="llama-pro", output=tmp_path / "dense", verify=False)
     upscale(base=base, method="midus-hml", output=tmp_path / "one", options={"n": 1, "k": 1}, verify=False)
     for folder in (tmp_path / "dense", tmp_path / "one", base):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(
+            ValueError, match=r"has no table of values with a row for each .*; expected a model with a"
+        ):
             shuffle(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

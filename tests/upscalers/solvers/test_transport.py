@@ -11,21 +11,17 @@ from upscalers.solvers.transport import assignment, sinkhorn
 REGULARIZATION = 0.06
 
 
-def plan_by_loop(
-    source: torch.Tensor, target: torch.Tensor, regularization: float, iterations: int = 5000
-) -> torch.Tensor:
+def plan_by_loop(source: torch.Tensor, target: torch.Tensor, reg: float, iterations: int = 5000) -> torch.Tensor:
     """The plan [n, m] of least `<T, M> + reg sum T log T` with uniform marginals, M the distances between rows, in the log domain."""
-    source, target = source.double(), target.double()
-    cost = (source[:, None] - target[None]).square().sum(-1).sqrt()
+    cost = (source.double()[:, None] - target.double()[None]).square().sum(-1).sqrt()
     n, m = cost.shape
-    f, g = cost.new_zeros(n), cost.new_zeros(m)
+    f = cost.new_zeros(n)
     for _ in range(iterations):
-        g = -regularization * (torch.logsumexp((f[:, None] - cost) / regularization, dim=0) + math.log(m))
-        before = f
-        f = -regularization * (torch.logsumexp((g[None] - cost) / regularization, dim=1) + math.log(n))
+        g = -reg * (torch.logsumexp((f[:, None] - cost) / reg, dim=0) + math.log(m))
+        before, f = f, -reg * (torch.logsumexp((g[None] - cost) / reg, dim=1) + math.log(n))
         if (f - before).abs().max() < 1e-14:
             break
-    return torch.exp((f[:, None] + g[None] - cost) / regularization)
+    return torch.exp((f[:, None] + g[None] - cost) / reg)
 
 
 def barycentric(transport: torch.Tensor) -> torch.Tensor:
@@ -88,10 +84,8 @@ def test_assignment_recovers_permuted_rows(dtype):
 def test_assignment_has_the_least_distance():
     source, target = rows(6, 3), rows(6, 3, seed=1)
     cost = torch.cdist(source, target)
-    totals = {
-        p: sum(cost[row, column].item() for column, row in enumerate(p)) for p in itertools.permutations(range(6))
-    }
-    assert tuple(assignment(source, target, "barycentric").permutation.tolist()) == min(totals, key=totals.get)
+    best = min(itertools.permutations(range(6)), key=lambda order: cost[list(order), range(6)].sum())
+    assert tuple(assignment(source, target, "barycentric").permutation.tolist()) == best
 
 
 @pytest.mark.parametrize(("scale", "dtype"), [(15.0, torch.float64), (1e4, torch.float32)], ids=str)
