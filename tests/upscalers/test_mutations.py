@@ -63,11 +63,16 @@ def edit(document: Any, rng: random.Random) -> tuple[Any, str]:
     return changed(document, path, key, value), f"{path[:-1]} has {key} = {value!r:.40}"
 
 
+def pick(folder: Path, rng: random.Random, pattern: str) -> tuple[Path, bytes, int]:
+    """A file of the folder, what it holds, and the length of its header, were it one of safetensors."""
+    path = rng.choice(sorted(file for file in folder.glob(pattern) if file.is_file()))
+    content = path.read_bytes()
+    return path, content, int.from_bytes(content[:8], "little")
+
+
 def damage_bytes(folder: Path, rng: random.Random) -> str:
-    path = rng.choice(sorted(folder.glob("*.safetensors")))
-    content = bytearray(path.read_bytes())
-    (length,) = struct.unpack("<Q", content[:8])
-    start = rng.randrange(8 + length, len(content) - 1024)
+    path, content, length = pick(folder, rng, "*.safetensors")
+    content, start = bytearray(content), rng.randrange(8 + length, len(content) - 1024)
     done = rng.choice(["a bit", "a bit of the header", "bytes", "the header's length"])
     if done == "bytes":
         size = rng.choice([2, 4, 64, 1024])
@@ -81,8 +86,7 @@ def damage_bytes(folder: Path, rng: random.Random) -> str:
 
 
 def damage_file(folder: Path, rng: random.Random) -> str:
-    path = rng.choice(sorted(file for file in folder.iterdir() if file.is_file()))
-    content = path.read_bytes()
+    path, content, _ = pick(folder, rng, "*")
     done = rng.choice(["cut", "longer", "noise", "deleted", "a folder"])
     path.unlink()
     if done == "a folder":
@@ -95,9 +99,7 @@ def damage_file(folder: Path, rng: random.Random) -> str:
 
 
 def edit_header(folder: Path, rng: random.Random) -> str:
-    path = rng.choice(sorted(folder.glob("*.safetensors")))
-    content = path.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
+    path, content, length = pick(folder, rng, "*.safetensors")
     header, done = edit(json.loads(content[8 : 8 + length]), rng)
     encoded = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[8 + length :])

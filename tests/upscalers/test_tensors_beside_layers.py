@@ -128,8 +128,7 @@ def glm4(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [("moc", SMALL_CHAPTERS), ("solar", {}), ("llama-pro", {}), ("midus-hml", {"n": 8, "k": 3})],
+    ("method", "options"), [("moc", SMALL_CHAPTERS), ("solar", {}), ("llama-pro", {}), ("midus-hml", {"n": 8, "k": 3})]
 )
 def test_predicting_layers_stay_after_the_last(method, options, glm4, tmp_path):
     report = upscale(base=glm4, method=method, output=tmp_path / "out", options=options)

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.upscalers.checkpoints import (
-    edit_config,
-    read_tensors,
-    record_of,
-    save_base,
-    with_memory,
-    write_tensors,
-)
+from tests.upscalers.checkpoints import edit_config, read_tensors, record_of, save_base, with_memory, write_tensors
 from upscalers.methods.contract import get_method
 from upscalers.methods.midus import MidusHml
 from upscalers.plan.plan import Base, Plan

@@ -1,35 +1,33 @@
 """Fixtures of tests that edit checkpoints."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from midus_hf.cli import edit
-from tests.upscalers.conftest import Outcome
 
 
 @pytest.fixture
-def chapters(in_process) -> Callable[..., Outcome]:
+def chapters(in_process):
     """Run the `midus edit` command in this process."""
     return partial(in_process, edit.main)
 
 
 @pytest.fixture
-def edited(chapters, tmp_path) -> Callable[..., Path]:
+def edited(chapters, tmp_path):
     """Run a command that edits a model, and give the folder that it wrote: `out`, unless another name is given."""
 
-    def edit(verb: str, model: Path, *words: object, output: str = "out") -> Path:
+    def run(verb: str, model: Path, *words: object, output: str = "out") -> Path:
         done = chapters(verb, model, *words, "--output", tmp_path / output)
         assert done.status == 0, done.err
         return tmp_path / output
 
-    return edit
+    return run
 
 
 @pytest.fixture
-def refusal(chapters, tmp_path) -> Callable[..., str]:
+def refusal(chapters, tmp_path):
     """Return what gives the one line with which a command is refused, which writes nothing."""
 
     def refuse(*words: object) -> str:
