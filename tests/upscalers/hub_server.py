@@ -159,9 +159,8 @@ def _content(commit: str, content: bytes | None) -> Any:
 
 def _entry(path: str, content: bytes) -> dict[str, Any]:
     entry = {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-    if path.endswith(".safetensors"):
-        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
-    return entry
+    lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+    return {**entry, "lfs": lfs} if path.endswith(".safetensors") else entry
 
 
 def files_of(folder: Path) -> Files:

@@ -124,12 +124,10 @@ PLAIN = [name for name in KINDS if name == KINDS[name]["method"]]
 def arguments_of(name: str) -> list[str]:
     """Return the same request in words of the command `upscale`."""
     kind = KINDS[name]
-    words = ["--method", kind["method"]]
-    if "placement" in kind:
-        words += ["--placement", kind["placement"]]
-    return words + [
+    words = [
         word for key, value in kind.get("options", {}).items() for word in ("--set", f"{key}={json.dumps(value)}")
     ]
+    return ["--method", kind["method"], *(["--placement", kind["placement"]] if "placement" in kind else []), *words]
 
 
 @dataclass(frozen=True)
@@ -157,19 +155,14 @@ def memory_ids(model: Any) -> dict[str, torch.Tensor]:
 def trained(folder: Path, output: Path) -> Path:
     """Let all that is new in a model act, and save the model as training saves it."""
     model = load(folder)
-    new = [f".layers.{layer}." for layer in model.config.upscale["new_layers"]]
-    new += [
-        f".{attribute}.{name}."
-        for name in model.config.upscale.get("new_memories", [])
-        for attribute in ("memories", "memory_tables")
-    ]
-    generator = torch.Generator().manual_seed(3)
+    record, generator = model.config.upscale, torch.Generator().manual_seed(3)
+    new = [f".layers.{layer}." for layer in record["new_layers"]]
+    new += [f".{at}.{name}." for name in record.get("new_memories", []) for at in ("memories", "memory_tables")]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(part in name for part in new):
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(output)
     for name, layout in (block_layouts(model.config.memories()) if memory_ids(model) else {}).items():
-        bank = MemoryBank(output / BANKS_FOLDER / name, layout)
-        fill(bank, but=((1, 0), (3, 2)))
+        fill(MemoryBank(output / BANKS_FOLDER / name, layout), but=((1, 0), (3, 2)))
     return output

@@ -172,11 +172,10 @@ MATRICES = frozenset(
 
 @of_fused
 def test_lesa_predicts_only_matrices(model_type, make):
-    made = make(model_type, "lesa")
+    made, plan = make(model_type, "lesa"), plan_of(make(model_type, "lesa"))
     old, new, trained = read_tensors(made.base), read_tensors(made.output), dict(load(made.base).named_parameters())
-    for index in plan_of(made).new_indices:
-        following, previous = (layer_of(old, source) for source in plan_of(made).layers[index].sources)
-        predicted = 0
+    for index in plan.new_indices:
+        (following, previous), predicted = (layer_of(old, source) for source in plan.layers[index].sources), 0
         for name, tensor in layer_of(new, index).items():
             mean = ((previous[name].double() + following[name].double()) / 2).to(tensor.dtype)
             module = name.rpartition(".")[0]
@@ -208,7 +207,7 @@ REFUSED = [
     ("jamba", "solar", "the layers of 'jamba' differ, and a new layer gets another kind than its source has"),
     ("mixtral", "hier-lora-ffn",
      r"'mixtral' does not support memory of type '\S+' at the site 'inside-ffn' \(proof .*\)\. Choose one of .*, ultramem-v2 \("),
-    ("mimo_v2_flash", "hier-kv", r"no layer .* has the projections that hier-kv needs; expected key from 32 to 16, .* another\."),
+    ("mimo_v2_flash", "hier-kv", r"no layer .* has the projections that hier-kv needs; expected key from 32 to 16, .* another"),
     ("qwen3_5_text", "hier-kv --set layers=[0]", r"layers is \[0\]; expected .* of the base that have the projections: 3\."),
     ("cohere", "moc --set chapters=8 --set k=2",
      r"'moc' at the site 'behind-attention' .*: layer 0 of class Cohere.* Pass --set site=behind-layer, or choose .*midus-hml"),
@@ -238,23 +237,21 @@ def test_layer_reading_earlier_layers_cannot_move(shared_base, tmp_path):
     assert upscale(**request, verify=False).num_layers == 6
 
 
-@pytest.mark.parametrize(
-    ("model_type", "method", "placement", "expected"),
-    [
-        ("smollm3", "solar", None, {"no_rope_layers": [1, 1, 1, 1, 1, 0]}),
-        ("deepseek_v3", "llama-pro", "0", {"first_k_dense_replace": 2}),
-        ("deepseek_v3", "llama-pro", "2", {"first_k_dense_replace": 1}),
-        ("ernie4_5_moe", "llama-pro", "0,5", {"moe_layer_start_index": 2, "moe_layer_end_index": 5}),
-        ("bamba", "llama-pro", "0,5", {"attn_layer_indices": [4, 5]}),
-        ("glm_moe_dsa", "llama-pro", "0", {"indexer_types": ["full"] * 5}),
-    ],
-)  # fmt: skip
+FOLLOWING = [
+    ("smollm3", "solar", None, {"no_rope_layers": [1, 1, 1, 1, 1, 0]}),
+    ("deepseek_v3", "llama-pro", "0", {"first_k_dense_replace": 2}),
+    ("deepseek_v3", "llama-pro", "2", {"first_k_dense_replace": 1}),
+    ("ernie4_5_moe", "llama-pro", "0,5", {"moe_layer_start_index": 2, "moe_layer_end_index": 5}),
+    ("bamba", "llama-pro", "0,5", {"attn_layer_indices": [4, 5]}),
+    ("glm_moe_dsa", "llama-pro", "0", {"indexer_types": ["full"] * 5}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "method", "placement", "expected"), FOLLOWING)
 def test_per_layer_config_follows_the_layers(model_type, method, placement, expected, shared_base):
     config = config_of(shared_base(model_type))
-    if "no_rope_layers" in expected:  # which follow from the index where config.json does not list them
-        del config["no_rope_layers"]
-    made = upscaled_config(config, method, placement=placement)
-    assert {key: made[key] for key in expected} == expected
+    config.pop("no_rope_layers", None)  # which follow from the index where config.json does not list them
+    assert upscaled_config(config, method, placement=placement).items() >= expected.items()
 
 
 GAIN_OFFSETS = [
@@ -298,8 +295,7 @@ def test_gate_may_be_either_half_of_a_projection(first, expected):
             self.stacked, self.down = nn.Linear(8, 12), nn.Linear(6, 8)
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            halves = self.stacked(hidden).chunk(2, dim=-1)
-            gate, up = halves if first == "gate" else halves[::-1]
+            gate, up = self.stacked(hidden).chunk(2, dim=-1)[:: 1 if first == "gate" else -1]
             return self.down(nn.functional.silu(gate) * (up.tanh() if first == "neither" else up))
 
     network = Network()

@@ -121,18 +121,6 @@ def test_kill_while_deleting_is_cleaned_up_by_the_next_run(tiny_bases, tmp_path,
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_terminated_command_cleans_up(tiny_bases, tmp_path, command, monkeypatch):
-    seen = []
-
-    def stop(*_):
-        seen.extend(os.listdir(tmp_path))
-        signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(CheckpointFolder, "_commit", stop)
-    done = command("--base", tiny_bases[0][0], "--method", "solar", "--output", tmp_path / "out", "--no-verify")
-    assert (done.status, seen, os.listdir(tmp_path)) == (143, [".out.midus-partial"], [])
-
-
 def test_base_that_shrinks_while_read_leaves_nothing(tmp_path, monkeypatch):
     honest = writer.CheckpointWriter.write
 

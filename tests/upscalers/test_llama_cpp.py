@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tiny import prompt
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from material.smollm2 import smollm2_135m
 from tests.docs.snippets import Block, take
-from tests.upscalers.checkpoints import read_tensors, save_base, unverified, write_tensors
+from tests.upscalers.checkpoints import load, read_tensors, save_base, unverified, write_tensors
+from tests.upscalers.dense.requests import PROMISING
 from upscalers.runs.upscale import upscale
 
 # Where `make test-gguf` unpacks the source archive of llama-cpp-python.
@@ -32,15 +33,10 @@ def tokenizer_model(tmp_path_factory) -> bytes:
     import sentencepiece
 
     path = tmp_path_factory.mktemp("tokenizer") / "small"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a few words of a text that nobody reads"] * 50),
-        model_prefix=str(path),
-        model_type="bpe",
-        vocab_size=VOCABULARY,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        minloglevel=2,
-    )
+    texts = iter(["a few words of a text that nobody reads"] * 50)
+    sizes = {"model_type": "bpe", "vocab_size": VOCABULARY, "hard_vocab_limit": False, "byte_fallback": True}
+    trainer = sentencepiece.SentencePieceTrainer
+    trainer.train(sentence_iterator=texts, model_prefix=str(path), minloglevel=2, **sizes)
     return path.with_suffix(".model").read_bytes()
 
 
@@ -87,9 +83,8 @@ def computed_by_llama_cpp(path: Path, tokens: list[int]) -> tuple[torch.Tensor, 
     """Return the logits `[T, V]` of a prompt of T tokens and the tokens that follow greedily, with a cache in float32."""
     from llama_cpp import GGML_TYPE_F32, Llama
 
-    model = Llama(
-        str(path), n_ctx=128, n_threads=1, logits_all=True, verbose=False, type_k=GGML_TYPE_F32, type_v=GGML_TYPE_F32
-    )
+    cache = {"type_k": GGML_TYPE_F32, "type_v": GGML_TYPE_F32}
+    model = Llama(str(path), n_ctx=128, n_threads=1, logits_all=True, verbose=False, **cache)
     model.eval(tokens)
     logits = torch.tensor(model.scores[: len(tokens)])
     following = model.generate(tokens, temp=0.0, repeat_penalty=1.0)
@@ -98,13 +93,11 @@ def computed_by_llama_cpp(path: Path, tokens: list[int]) -> tuple[torch.Tensor, 
 
 def computed_by_transformers(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
     """Return the same by Transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor([tokens])
+    model, ids = load(folder, torch.float32), torch.tensor([tokens])
     with torch.no_grad():
         logits = model(ids).logits[0]
-    made = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=[]
-    )
+    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": []}
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     return logits, made[0, len(tokens) :].tolist()
 
 
@@ -117,14 +110,11 @@ def assert_same(folder: Path, path: Path, tokens: list[int] | None = None) -> No
     assert made == generated
 
 
-@pytest.mark.parametrize(
-    ("family", "method"),
-    [
-        *(("llama", method) for method in ("llama-pro", "solar")),
-        *(("qwen3", method) for method in ("llama-pro", "lesa", "opt-deus", "avg-deus")),
-    ],
-)
-def test_a_dense_model_computes_the_same_in_llama_cpp(family, method, tiny_base, tmp_path):
+PAIRS = [("llama", "llama-pro"), ("llama", "solar"), *(("qwen3", method) for method in PROMISING)]
+
+
+@pytest.mark.parametrize(("family", "method"), PAIRS)
+def test_dense_model_computes_the_same_in_llama_cpp(family, method, tiny_base, tmp_path):
     output = upscaled(tiny_base(family), tmp_path / "upscaled", method)
     assert_same(output, converted(output))
 
@@ -134,7 +124,7 @@ def run_block(block: Block) -> None:
     exec(compile(block.text, str(block), "exec"), {})
 
 
-def test_moved_layers_of_gemma_are_said_in_the_file(tiny_base, tmp_path, monkeypatch):
+def test_moved_layers_of_gemma_need_their_types_in_the_file(tiny_base, tmp_path, monkeypatch):
     folder = upscaled(tiny_base("gemma3", **SIXTH), tmp_path / "gemma-3-1b-pro", "llama-pro", num_new_layers=3)
     plain = converted(folder)
     with pytest.raises(AssertionError, match="not close"):

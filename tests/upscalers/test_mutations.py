@@ -13,23 +13,28 @@ import pytest
 import torch
 from pairs import by_default
 
-from tests.upscalers.checkpoints import SMALL_MEMORY, config_of, logits, same_tensors, save_base, unverified
+from tests.upscalers.checkpoints import (
+    SMALL_MEMORY,
+    config_of,
+    edit_config,
+    logits,
+    same_tensors,
+    save_base,
+    unverified,
+)
 from upscalers.request import VerificationError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
 VALUES = [
-    None, True, False, 0, 1, 2, 3, -1, 7, 2**31, 2**70, -(2**70), 0.5, -1.5, 1e300, float("nan"), float("inf"),
-    "", "x", "4", "x" * 5000, "\ud800", [], [1], ["x"], [None], [1, 2, 3, 4], {}, {"x": 1}, {"rope_type": "x"},
-    "F16", "I32", "F8_E4M3", "../x.safetensors", "x.bin",
+    None, True, 0, 3, -1, 2**31, 2**70, 0.5, 1e300, float("nan"), float("inf"), "", "x", "4", "x" * 5000, "\ud800", [], [1], ["x"],
+    [None], [1, 2, 3, 4], {}, {"x": 1}, {"rope_type": "x"}, "F16", "I32", "F8_E4M3", "../x.safetensors", "x.bin",
 ]  # fmt: skip
 ADDED_KEYS = [
-    "layer_types", "memory", "upscale", "auto_map", "quantization_config", "num_experts", "num_local_experts",
-    "text_config", "sliding_window_pattern", "mlp_only_layers", "no_rope_layers", "num_kv_shared_layers",
-    "rope_scaling", "torch_dtype", "partial_rotary_factor", "pretraining_tp", "is_decoder", "pruned_heads",
-    "model.layers.99.x", "model.layers.00.self_attn.q_proj.weight",
+    "layer_types", "memory", "upscale", "auto_map", "quantization_config", "num_experts", "text_config", "sliding_window_pattern",
+    "mlp_only_layers", "no_rope_layers", "num_kv_shared_layers", "rope_scaling", "torch_dtype", "partial_rotary_factor", "is_decoder",
+    "pruned_heads", "model.layers.99.x", "model.layers.00.self_attn.q_proj.weight",
 ]  # fmt: skip
-TEXTS = ["", "{", "[]", "null", "1" * 5000, '{"a":' * 5000, "\x00", '{"model_type": "llama"}', "NaN"]
 # Damage after which weights may be NaN, infinite or huge, so that what was upscaled may have other NaN than its base.
 WITHOUT_NUMBERS = "rms_norm_eps|bytes|bit"
 
@@ -98,50 +103,41 @@ def damage_file(folder: Path, rng: random.Random) -> str:
     return f"{path.name} is {done}"
 
 
-def edit_header(folder: Path, rng: random.Random) -> str:
-    path, content, length = pick(folder, rng, "*.safetensors")
-    header, done = edit(json.loads(content[8 : 8 + length]), rng)
-    encoded = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[8 + length :])
-    return f"{path.name}: {done}"
-
-
 def edit_json(folder: Path, rng: random.Random) -> str:
-    path = rng.choice([*[folder / "config.json"] * 2, *sorted(folder.glob("*.json"))])
-    if rng.random() < 0.1:
-        text = rng.choice(TEXTS)
-        path.write_text(text)
-        return f"{path.name} is {text!r:.40}"
-    document, done = edit(json.loads(path.read_text()), rng)
-    path.write_text(json.dumps(document))
+    """Edit a JSON file, or the header of weights."""
+    path, content, length = pick(folder, rng, rng.choice(["config.json", "*.json", "*.safetensors"]))
+    if path.suffix == ".safetensors":
+        header, done = edit(json.loads(content[8 : 8 + length]), rng)
+        encoded = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[8 + length :])
+    else:
+        document, done = edit(json.loads(content), rng)
+        path.write_text(json.dumps(document))
     return f"{path.name}: {done}"
-
-
-DAMAGES = [damage_bytes, damage_file, edit_header, edit_json]
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     """A single-file and two sharded bases of different families."""
-    folder = tmp_path_factory.mktemp("sound")
+    folder, layers = tmp_path_factory.mktemp("sound"), {"num_hidden_layers": 2}
     return [
-        save_base(folder / "llama", "llama", max_shard_size="60KB", num_hidden_layers=2),
-        save_base(folder / "gemma3", "gemma3", num_hidden_layers=2),
-        save_base(folder / "qwen2", "qwen2", torch.bfloat16, max_shard_size="30KB", num_hidden_layers=2),
+        save_base(folder / "llama", "llama", max_shard_size="60KB", **layers),
+        save_base(folder / "gemma3", "gemma3", **layers),
+        save_base(folder / "qwen2", "qwen2", torch.bfloat16, max_shard_size="30KB", **layers),
     ]
 
 
 @pytest.mark.parametrize("seed", by_default(range(1), range(30)))
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [damage_bytes, damage_file, edit_json])
 def test_damaged_base_is_refused_or_equalled(bases, tmp_path, damage, seed):
     base, output = tmp_path / "base", tmp_path / "out"
+    request = {"method": "midus-hml", "options": {"n": 4, "k": 2}, "num_new_layers": 1, "placement": "bottom-heavy"}
     for number, verify in itertools.product(range(len(bases)), (True, False)):
         shutil.rmtree(base, ignore_errors=True)
         shutil.copytree(bases[number], base)
         done = damage(base, random.Random(f"{damage.__name__} {seed} {number}"))
-        request = {"options": {"n": 4, "k": 2}, "num_new_layers": 1, "verify": verify, "placement": "bottom-heavy"}
         try:
-            upscale(base=base, method="midus-hml", output=output, **request)
+            upscale(base=base, output=output, verify=verify, **request)
         except ValueError as error:
             assert 0 < len(str(error)) < 6000, done
         except VerificationError:
@@ -162,11 +158,10 @@ def test_damaged_base_is_refused_or_equalled(bases, tmp_path, damage, seed):
 def test_damaged_record_strips_or_is_refused(tmp_path, cases):
     base = save_base(tmp_path / "base", num_hidden_layers=2)
     model = unverified(base, tmp_path / "out", options=SMALL_MEMORY)
-    config = config_of(model)
-    entry = config["upscale"]
+    entry = config_of(model)["upscale"]
     damaged = [path for path in paths_in(entry) if path[0] != "base_config" or path[-1] == "num_hidden_layers"]
     for path, value in random.Random(0).sample(list(itertools.product(damaged, VALUES)), cases):
-        (model / "config.json").write_text(json.dumps({**config, "upscale": changed(entry, path, path[-1], value)}))
+        edit_config(model, upscale=changed(entry, path, path[-1], value))
         try:
             strip(model, tmp_path / "stripped", overwrite=True)
         except ValueError:

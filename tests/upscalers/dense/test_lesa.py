@@ -11,13 +11,13 @@ import torch
 from tiny import NUM_LAYERS
 
 from tests.upscalers.checkpoints import layer, read_tensors, record_of, save_base, write_tensors
+from tests.upscalers.dense import requests
 from tests.upscalers.dense.requests import known
 from tests.upscalers.solvers.recording import Recorder
 from upscalers.architecture.layer_tensors import Projection
 from upscalers.methods.contract import get_method
 from upscalers.methods.lesa import MatrixPrediction
 from upscalers.request import parse_options
-from upscalers.runs.upscale import upscale
 from upscalers.solvers import layer_predictor
 from upscalers.solvers.layer_predictor import new_predictor
 from upscalers.tensors.recipes import Scratch, tensor_seed
@@ -114,8 +114,8 @@ COLUMNS = ["norm_ratio", "cosine_to_mean", "directions_left_out", "seconds"]
 
 def upscaled(base, output, **options):
     """The report, and what was told meanwhile."""
-    arguments = {"num_new_layers": 2, "options": {"epochs": 1} | options, "verify": False, "progress": Recorder()}
-    return upscale(base=base, method="lesa", output=output, **arguments), arguments["progress"]
+    recorder, options = Recorder(), {"epochs": 1} | options
+    return requests.upscaled(base, output, "lesa", num_new_layers=2, options=options, progress=recorder), recorder
 
 
 @pytest.mark.parametrize(

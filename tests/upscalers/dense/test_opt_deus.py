@@ -10,10 +10,10 @@ import torch
 from pairs import in_turn
 
 from tests.upscalers.checkpoints import config_of, layer, read_tensors, record_of, save_base, write_tensors
+from tests.upscalers.dense.requests import upscaled
 from tests.upscalers.solvers.recording import Recorder
 from tests.upscalers.solvers.test_transport import barycentric, mean_of_sources, plan_by_loop
 from upscalers.runs.inspection import inspect_checkpoint
-from upscalers.runs.upscale import upscale
 
 Tensors = dict[str, torch.Tensor]
 
@@ -91,9 +91,9 @@ def exact_plan(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 OPTIONS = {
     "default": {},
-    "raw": {"plan_scale": "raw"},
     "residual mean": {"mlp_t_in": "residual_mean"},
     "raw residual mean": {"plan_scale": "raw", "mlp_t_in": "residual_mean"},
+    "raw": {"plan_scale": "raw"},
     "no identity": {"identity": "none"},
     "zero projections": {"identity": "zero_out_proj"},
     "other regularization": {"regularization": 0.2},
@@ -123,8 +123,7 @@ def sharp_base(tmp_path_factory):
 
 def made(base, output, family, changes: dict, **options) -> tuple[dict, dict]:
     """The new block that stands at 2, and the one of the definition, from the base layers on both sides."""
-    arguments = {**changes, "tolerance": 1e-9, **options}
-    upscale(base=base, method="opt-deus", output=output, placement="2", options=arguments, verify=False)
+    upscaled(base, output, "opt-deus", placement="2", options={**changes, "tolerance": 1e-9, **options})
     before = read_tensors(base)
     return layer(read_tensors(output), 2), block(family, layer(before, 1), layer(before, 2), **changes)
 
@@ -165,11 +164,10 @@ LATE = (
 )
 
 
-def fused(base, output, verify=False, **options):
+def fused(base, output, **options):
     """The report, and what was told meanwhile."""
     recorder = Recorder()
-    report = upscale(base=base, method="opt-deus", output=output, options=options, verify=verify, progress=recorder)
-    return report, recorder
+    return upscaled(base, output, "opt-deus", options=options, progress=recorder), recorder
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -1,5 +1,6 @@
 """The basis that layers share is a singular value decomposition, and the predictor starts and learns as it should."""
 
+import itertools
 import math
 
 import pytest
@@ -24,7 +25,7 @@ def rows(tmp_path):
 
 def test_epochs_see_every_sample_once(rows, monkeypatch):
     file, _ = rows
-    batches, read = [], file.read
+    batches, read, steps = [], file.read, []
 
     def watched(places, num_layers):
         assert num_layers == 3
@@ -32,15 +33,16 @@ def test_epochs_see_every_sample_once(rows, monkeypatch):
         return read(places, num_layers)
 
     monkeypatch.setattr(file, "read", watched)
-    steps, options = [], LesaOptions(hidden_size=32, epochs=3, batch_size=16)
+    options = LesaOptions(hidden_size=32, epochs=3, batch_size=16)
     train_predictor(file, torch.Generator().manual_seed(0), options, lambda: steps.append(1))
-    assert len(steps) == len(batches) == 3 * math.ceil(ROWS * 4 / 16)
-    per_epoch = len(batches) // 3
-    epochs = [[index for batch in batches[e * per_epoch : (e + 1) * per_epoch] for index in batch] for e in range(3)]
-    everything = [(row, first) for row in range(ROWS) for first in range(LAYERS - 2)]
+    assert len(steps) == len(batches) == 3 * math.ceil(ROWS * 4 / 16) and {len(batch) for batch in batches} == {16, 8}
+    samples, everything = (
+        [*itertools.chain(*batches)],
+        [(row, first) for row in range(ROWS) for first in range(LAYERS - 2)],
+    )
+    epochs = [samples[start : start + len(everything)] for start in range(0, len(samples), len(everything))]
     assert all(sorted(epoch) == everything for epoch in epochs)
     assert len({tuple(epoch) for epoch in [*epochs, everything]}) == 4
-    assert {len(batch) for batch in batches} == {16, 8}
 
 
 def test_weights_start_as_in_torch():
