@@ -21,10 +21,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from midus_hf.compare.findings import mean_loss
-from midus_hf.compare.options import Comparison, check_names
-from midus_hf.compare.plan import check, plan
-from midus_hf.compare.running import curve_of
-from midus_hf.compare.runs import Inputs, Result, Run, code_version, read_result, searches_of, write_result
+from midus_hf.compare.plan import Comparison, Run, check, plan, searches_of
+from midus_hf.compare.run import Result, code_version, curve_of, input_hasher, read_result, request_of, write_result
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping, options_from_files
 from midus_hf.look.page import as_png, new_figure
@@ -75,7 +73,7 @@ def advance(run: Run, comparison: Comparison, models: Path, steps: list[int], in
         starts_at_base=starts_at_base,
         seconds=seconds + (earlier.seconds if earlier else 0.0),
         peak_memory_bytes=outcome.log[-1]["peak_memory_bytes"],
-        request=run.request(comparison),
+        request=request_of(run, comparison),
         origin={**inputs, "code": code_version()},
     )
     write_result(run.folder(comparison), result)
@@ -165,20 +163,19 @@ def main() -> None:
             heading, *rows = (f"| {' | '.join(row)} |" for row in table_rows(comparison, results))
             print("\n".join([heading, f"|{'---|' * (heading.count('|') - 1)}", *rows]))
             return
-        check_names(comparison)
         comparison, variants = plan(comparison)
         check(comparison, variants)
     except RequestError as error:
         parser.error(str(error))
     by_variant = (searches_of(variant, comparison) for variant in variants)
     by_rate = [list(filter(None, runs)) for runs in itertools.zip_longest(*by_variant)]
-    inputs, failed = Inputs(comparison), False
+    digests_for, failed = input_hasher(comparison), False
     for run, end in ((run, end) for runs in by_rate for end in asked.ends for run in runs):
         done = read_result(run.folder(comparison))
         if done is not None and done.curve[-1].step >= end:
             continue
         steps = [step for step in asked.steps if step < end] + [end]
-        digests = inputs.digests_for(run.variant)
+        digests = digests_for(run.variant)
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # whose memory is given back
             try:
                 result = process.submit(advance, run, comparison, asked.models, steps, digests).result()

@@ -15,7 +15,6 @@ from midus_hf.cli.command_line import (
     cli_option,
     command_line,
     flag,
-    needing_harness,
     run_command,
     show,
     show_tables,
@@ -48,23 +47,17 @@ def midus_compare(
     several times, each with its CUDA_VISIBLE_DEVICES: it takes runs that no other has taken.
     """
     with contextlib.redirect_stdout(sys.stderr):
-        from midus_hf.compare.options import Comparison, check_names
+        from midus_hf.compare.plan import Comparison, check, plan
 
-        asked = options_from_files(Comparison, config, set_ or [])
+        comparison, variants = plan(options_from_files(Comparison, config, set_ or []))
         if not report_only:
-            check_names(asked)
-        from midus_hf.compare.plan import check, plan
-
-        comparison, variants = plan(asked)
-        if not report_only:
-            with needing_harness():
-                check(comparison, variants)
+            check(comparison, variants)
     from midus_hf.compare import report, running
     from midus_hf.compare.findings import advice, cautions, findings
-    from midus_hf.compare.runs import Inputs
+    from midus_hf.compare.run import input_hasher
 
     if dry_run or report_only:  # a report needs neither base nor texts
-        running.check_finished(comparison, variants, Inputs(comparison) if dry_run else None)
+        running.check_finished(comparison, variants, input_hasher(comparison) if dry_run else None)
     if dry_run:
         records = report.plan_records(comparison, variants)
         plan_of_runs = {"variants": records, "seeds": comparison.seeds}
@@ -76,11 +69,11 @@ def midus_compare(
         why = failures.get("base", "the base is measured first")
         raise CommandExit(FAILED, f"{comparison.output_dir} has no result yet: {why}")
     found = findings(comparison, base, results, failures, missing)
-    page = report.write_report(Path(comparison.output_dir), found)
-    show(report.as_json(found, page), json_, lambda _: show_tables([report.variants_table(found)]), indent=2)
+    path = report.write_report(Path(comparison.output_dir), found)
+    show(report.as_json(found, path), json_, lambda _: show_tables([report.variants_table(found)]), indent=2)
     if not json_:
         wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
-        print(*map(wrap, cautions(found)), "", f"report: {page}", "", *map(wrap, advice(found)), sep="\n")
+        print(*map(wrap, cautions(found)), "", f"report: {path}", "", *map(wrap, advice(found)), sep="\n")
     if failures:
         name, why = next(iter(failures.items()))
         count = f"one run failed, {name}" if len(failures) == 1 else f"{len(failures)} runs failed, the first {name}"

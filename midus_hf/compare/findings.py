@@ -5,8 +5,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from midus_hf.compare.options import Comparison, Rate, rate_name
-from midus_hf.compare.runs import Result
+from midus_hf.compare.plan import SHUFFLED, Comparison, Rate, rate_name
+from midus_hf.compare.run import Result
 
 # Student's t at 0.975 for 1 to 10 degrees of freedom; the last is used for more, which makes intervals wider.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -57,33 +57,29 @@ def mean_loss(losses: Mapping[str, float], texts: Sequence[str]) -> float:
 
 
 def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate | None:
-    """Return the rate with the lowest final mean loss on the validation texts, from one result per rate; the first of equal ones.
+    """Return the rate with the lowest final mean loss on the validation texts, from one result per rate; None without results.
 
-    Losses that are not finite do not count; None if there are no others. A single rate needs no validation texts.
+    The first of equal ones counts. A single rate needs no validation texts.
     """
-    if len(searches) == 1 and not validation:
-        return searches[0].rate
-    finite = [(loss, one.rate) for one in searches if math.isfinite(loss := mean_loss(one.losses, validation))]
-    return min(finite, key=lambda each: each[0], default=(0.0, None))[1]
+    if len(searches) < 2:
+        return searches[0].rate if searches else None
+    return min(searches, key=lambda one: mean_loss(one.losses, validation)).rate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VariantFindings:
     """Findings about one variant, at the rate that the validation texts chose, in nats per token.
 
-    `results` are its results at this rate, one per seed, `controls` those of its null controls, and `rates` names the rates with
-    results. `ends` are mean final losses of the domain by seed, `learned_by_seed` the decrease of this loss, `forgotten_by_seed` the
-    increase on the retention texts. `advantages` are the differences of final domain loss to each null control, over
-    the seeds that both have; for `shuffled-addresses`, by how much it rises when the variant's values are permuted. `domain_loss`,
-    `learned` and `forgotten` are spreads; None without texts.
+    `results` are its results at this rate, one per seed, `controls` those of its null controls. `learned_by_seed` is the decrease
+    of the mean loss of the domain, `forgotten_by_seed` the increase on the retention texts. `advantages` are the differences
+    of final domain loss to each null control, over the seeds that both have; for `shuffled-addresses`, by how much it rises when
+    the variant's values are permuted. `domain_loss`, `learned` and `forgotten` are spreads; None without texts.
     """
 
     name: str
     rate: str
-    rates: Sequence[str]
     results: Sequence[Result]
     controls: Sequence[Result]
-    ends: Mapping[int, float]
     learned_by_seed: Mapping[int, float]
     forgotten_by_seed: Mapping[int, float]
     advantages: Mapping[str, Spread]
@@ -101,14 +97,12 @@ class VariantFindings:
 class Findings:
     """Findings of a comparison, from which reports are written.
 
-    `base_losses` are the losses of the base. `variants` are sorted by their loss of the domain; without domain
-    texts they are in the order of the comparison, and variants without a chosen rate are left out. `failures` has reasons by run,
-    and `missing` is the number of runs that are not done, null controls included.
+    `variants` are sorted by their loss of the domain, without domain texts in the order of the comparison; those without a chosen
+    rate are left out. `failures` has reasons by run, and `missing` is the number of runs that are not done, null controls included.
     """
 
     comparison: Comparison
     base: Result
-    base_losses: Mapping[str, float]
     variants: Sequence[VariantFindings]
     failures: Mapping[str, str]
     missing: int
@@ -116,68 +110,66 @@ class Findings:
     @property
     def reference(self) -> VariantFindings | None:
         """The variant that others are subtracted from, the one that learned most; None without domain texts or results."""
-        able = [(one.learned.mean, one) for one in self.variants if one.learned is not None]
-        return max(able, key=lambda each: each[0])[1] if able else None
+        learned = {one: one.learned.mean for one in self.variants if one.learned is not None}
+        return max(learned, key=lambda one: learned[one], default=None)
 
-    def loss_decreases(self, result: Result, texts: Sequence[str]) -> list[float]:
-        """Return the decrease of the mean loss of some texts at each point of a run's curve, in nats per token.
 
-        It is relative to the run's start, or to the base if the upscaled model was not verified to compute the same as the base:
-        regaining what upscaling lost is not learning.
-        """
-        origin = self.base_losses if result.starts_elsewhere else result.start.losses
-        return [mean_loss(origin, texts) - mean_loss(point.losses, texts) for point in result.curve]
+def loss_decreases(result: Result, base: Result, texts: Sequence[str]) -> list[float]:
+    """Return the decrease of the mean loss of some texts at each point of a run's curve, in nats per token.
+
+    It is relative to the run's start, or to the base if the upscaled model was not verified to compute the same as the base:
+    regaining what upscaling lost is not learning.
+    """
+    origin = base.losses if result.starts_elsewhere else result.start.losses
+    return [mean_loss(origin, texts) - mean_loss(point.losses, texts) for point in result.curve]
 
 
 def findings(
     comparison: Comparison, base: Result, results: Sequence[Result], failures: Mapping[str, str], missing: int = 0
 ) -> Findings:
     """Return the findings of a comparison from its results; those of null controls count only at the chosen rate of their variant."""
-    without_variants = Findings(comparison, base, base.losses, [], failures, missing)
-    variants = [_find_variant(name, without_variants, results) for name in comparison.variants]
+    variants = [_find_variant(name, comparison, base, results) for name in comparison.variants]
     able = [variant for variant in variants if variant is not None]
     able.sort(key=lambda variant: 0.0 if variant.domain_loss is None else variant.domain_loss.mean)
-    return dataclasses.replace(without_variants, variants=able)
+    return Findings(comparison, base, able, failures, missing)
 
 
-def _find_variant(name: str, findings: Findings, results: Sequence[Result]) -> VariantFindings | None:
-    """Return the findings about a variant; None if none of its runs with the first seed ended at a finite number."""
-    comparison = findings.comparison
+def _find_variant(
+    name: str, comparison: Comparison, base: Result, results: Sequence[Result]
+) -> VariantFindings | None:
+    """Return the findings about a variant; None if it has no result with the first seed."""
     domain, retention = list(comparison.domain), list(comparison.retention)
-    of_variant = [result for result in results if result.variant == name]
-    searches = [result for result in of_variant if result.seed == comparison.seeds[0]]
-    chosen = chosen_rate(searches, list(comparison.validation))
+    own = [result for result in results if result.variant == name]
+    chosen = chosen_rate([one for one in own if one.seed == comparison.seeds[0]], list(comparison.validation))
     if chosen is None:
         return None
     rate = rate_name(chosen)
-    best = [result for result in of_variant if rate_name(result.rate) == rate]
+    best = [result for result in own if rate_name(result.rate) == rate]
     controls = [result for result in results if result.control_of == name and rate_name(result.rate) == rate]
     ends = {result.seed: mean_loss(result.losses, domain) for result in best if domain}
-    learned = {result.seed: findings.loss_decreases(result, domain)[-1] for result in best if domain}
-    forgotten = {result.seed: -findings.loss_decreases(result, retention)[-1] for result in best if retention}
-    rates = list(dict.fromkeys(rate_name(result.rate) for result in of_variant))
+    learned = {result.seed: loss_decreases(result, base, domain)[-1] for result in best if domain}
+    forgotten = {result.seed: -loss_decreases(result, base, retention)[-1] for result in best if retention}
     losses: dict[str, dict[int, float]] = {}
     for result in controls if domain else ():
         losses.setdefault(str(result.control), {})[result.seed] = mean_loss(result.losses, domain)
-    lower = {control: paired(ends, by_seed) for control, by_seed in losses.items()}
-    saved = {result.seed: mean_loss(result.saved, domain) for result in best if domain and result.saved}
-    shuffled = {result.seed: mean_loss(result.shuffled, domain) for result in best if domain and result.shuffled}
-    lower["shuffled-addresses"] = paired(saved, shuffled)
-    advantages = {control: advantage for control, advantage in lower.items() if advantage is not None}
+    leads = {control: paired(ends, by_seed) for control, by_seed in losses.items()}
+    shuffled = [
+        mean_loss(one.shuffled, domain) - mean_loss(one.saved, domain) for one in best if one.shuffled and one.saved
+    ]
+    leads[SHUFFLED] = spread(shuffled if domain else [])
+    advantages = {control: lead for control, lead in leads.items() if lead is not None}
     spreads = [spread(list(by_seed.values())) for by_seed in (ends, learned, forgotten)]
-    return VariantFindings(name, rate, rates, best, controls, ends, learned, forgotten, advantages, *spreads)
+    return VariantFindings(name, rate, best, controls, learned, forgotten, advantages, *spreads)
 
 
 def differences(findings: Findings) -> dict[str, tuple[Spread, Spread | None]]:
     """Return how much more each variant learned and forgot than the reference, over the seeds that both have."""
-    reference, by_variant = findings.reference, dict[str, tuple[Spread, Spread | None]]()
-    for variant in findings.variants:
-        if reference is not None and variant is not reference:
-            learned = paired(reference.learned_by_seed, variant.learned_by_seed)
-            if learned is not None:
-                forgotten = paired(reference.forgotten_by_seed, variant.forgotten_by_seed)
-                by_variant[variant.name] = (learned, forgotten)
-    return by_variant
+    best = findings.reference
+    return {
+        one.name: (learned, paired(best.forgotten_by_seed, one.forgotten_by_seed))
+        for one in findings.variants
+        if best is not None and one is not best and (learned := paired(best.learned_by_seed, one.learned_by_seed))
+    }
 
 
 def cautions(findings: Findings) -> list[str]:
@@ -187,12 +179,10 @@ def cautions(findings: Findings) -> list[str]:
         "Fewer than three seeds": [f"{one.name} {len(one.results)}" for one in variants if len(one.results) < 3],
         "Best rate at an end of its list": [f"{one.name} {one.rate}" for one in variants if _is_at_end(findings, one)],
         "Not causal, so losses cannot be compared": [one.name for one in variants if not one.is_causal],
-        f"Runs that are not done: {findings.missing}; failed": [*findings.failures],
+        "Failed": [*findings.failures],
+        "Runs that are not done": [str(findings.missing)] if findings.missing else [],
     }
-    sentences = [f"{reason}: {', '.join(names)}." for reason, names in reasons.items() if names]
-    if findings.missing and not findings.failures:
-        sentences.append(f"Runs that are not done: {findings.missing}.")
-    return sentences
+    return [f"{reason}: {', '.join(names)}." for reason, names in reasons.items() if names]
 
 
 def _is_at_end(findings: Findings, variant: VariantFindings) -> bool:
@@ -230,13 +220,8 @@ def advice(findings: Findings) -> list[str]:
         known = {name: verdict(advantage) for name, advantage in one.advantages.items()}
         names = [name for name, words in known.items() if words in ("one seed", "is not shown to beat it")]
         unclear += [f"{one.name} beats {', '.join(names)}"] if names else []
-    return [
-        take,
-        forgets,
-        f"Too few seeds to tell whether {'; '.join(unclear)}."
-        if unclear
-        else "Too few seeds to tell: nothing of the above.",
-    ]
+    too_few = f" whether {'; '.join(unclear)}." if unclear else ": nothing of the above."
+    return [take, forgets, f"Too few seeds to tell{too_few}"]
 
 
 def _unclear(claim: str, best: VariantFindings, values: Mapping[VariantFindings, Mapping[int, float]]) -> list[str]:

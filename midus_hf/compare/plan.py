@@ -1,34 +1,249 @@
-"""The plan of a comparison: variants ready to run, with files read, parameters counted and null controls; and early checks."""
+"""Options of a comparison and their plan: variants with files read, sizes, rates and null controls; without torch."""
 
 import copy
 import dataclasses
 import filecmp
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from midus_hf.anatomy.record import UpscaleRecord, language_entry, record_of
-from midus_hf.compare.options import Comparison, Rate, as_keys, check_names
-from midus_hf.compare.runs import Variant, searches_of, window_keys
-from midus_hf.config.errors import RequestError, as_request_error, name_in_request_errors, one_of
+from midus_hf.config.errors import RequestError, name_in_request_errors, one_of
+from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.memories.controls import controls_of
 from midus_hf.memories.hierarchical.options import HierarchicalOptions
 from midus_hf.memories.registry import MEMORY_TYPES, memory_type, sample_tensors
-from midus_hf.sources.names import saved_config
-from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.keys import Rates, short_run_rates, trains_new_parts
+from midus_hf.sources.names import check_model_name, check_sources, saved_config
+from midus_hf.training.keys import short_run_rates, trains_new_parts
+from upscalers.architecture.layout import layout_of
+from upscalers.checkpoint.base_checkpoint import open_base
+from upscalers.checkpoint.source import resolve_source
+from upscalers.methods.contract import get_method
+from upscalers.request import parse_options
+from upscalers.runs.upscale import upscale
 
+# Rate keys of `midus train`, such as `learning_rate`, with their values.
+Rate = Mapping[str, float]
+
+BASE = "base"  # name of the run that measures the base
+TEXT_KINDS = ("domain", "retention", "validation")  # keys of mappings of measured texts
+# The null control that is not trained: it is measured on the trained model of the variant itself.
+SHUFFLED = "shuffled-addresses"
+# Names of variants become names of folders, null controls are named VARIANT+CONTROL, and names of texts are parts of keys in logs.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Keys of `midus train` and of `upscale` that the comparison sets itself: they are dropped from recipes, and refused in mappings.
 _OWN_TRAINING_KEYS = ("model_name_or_path", "output_dir", "seed", "eval_text", "resume_from_checkpoint")
 _OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
-_KEYS = ["method", "num_new_layers", "placement", "options", "dtype", "max_shard_size", "verify"]  # of `upscale`
-# Keys of `midus train` that hold a learning rate, the numeric fields of `Rates`; and those of values, the first given one counts.
-_RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.default, float | None)]
-_RATES_OF_VALUES = ("value_learning_rate", "key_value_learning_rate")
-# The null control that is not trained: it is measured on the trained model of the variant itself.
-SHUFFLED = "shuffled-addresses"
+_UPSCALING_KEYS = ("method", "num_new_layers", "placement", "options", "dtype", "max_shard_size", "verify")
+_OF_CORPORA = {"corpus_split": None, "corpus_name": None}  # not of measured texts
+_VALUE_RATES = ("value_learning_rate", "key_value_learning_rate")  # keys of `midus train`
+
+
+def rate_name(rate: Rate) -> str:
+    """Return the folder name of a rate, without `learning_rate` in its keys: `0.001`, or `0.001,value=0.01`; `recipe` if empty."""
+    named = [(key.removesuffix("learning_rate").rstrip("_"), value) for key, value in rate.items()]
+    return ",".join(f"{name}={value:g}" if name else f"{value:g}" for name, value in named) or "recipe"
+
+
+def _as_keys(rate: float | Rate) -> Rate:
+    return rate if isinstance(rate, Mapping) else {"learning_rate": rate}
+
+
+@dataclasses.dataclass(kw_only=True)
+class TaskOptions:
+    """Tasks that the base and each trained model are scored on.
+
+    Args:
+        names: Names of tasks of `midus eval`, at least one.
+        data: Folder with the questions of the local tasks. Default: none, all tasks are lm-eval's.
+        limit: Questions per task. Default: all.
+        num_fewshot: Worked examples before a question. Default: what the task says, else 0.
+    """
+
+    names: list[str]
+    data: str | None = None
+    limit: int | None = None
+    num_fewshot: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("limit", 1), ("num_fewshot", 0)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise RequestError(f"tasks.{name} is {value}; expected {least} or more. Leave it out for the default.")
+
+
+@dataclasses.dataclass(kw_only=True)
+class VariantOptions:
+    """Options of one variant: a method, or a way to train the base as a baseline.
+
+    Args:
+        upscale: Keys of `upscale --config`, or the path of a recipe. Default: none, the base itself is trained.
+        train: Keys of `midus train`, or the path of a recipe, that replace the comparison's keys. Default: none.
+        rates: Learning rates for this variant, in the form that `Comparison` takes. Default: the rates of the comparison.
+    """
+
+    upscale: dict[str, Any] | str | None = None
+    train: dict[str, Any] | str | None = None
+    rates: list[float | dict[str, float]] | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Comparison:
+    """Options of a comparison: variants that are trained on the same text from the same base, and evaluated in the same way.
+
+    Args:
+        base: Folder or Hub id of the base.
+        output_dir: Folder of the comparison. Runs whose results are in it are not repeated.
+        variants: Options of the variants, by name.
+        train: Keys of `midus train` that all variants share, or the path of a recipe; `max_steps` is the budget of tokens.
+        domain: Paths of held-out texts like the corpus, by name; learning is measured on them. Default: none, if there are `tasks`.
+        retention: Paths of texts outside the domain, by name; forgetting is measured on them. Default: none.
+        validation: Paths of other texts like the corpus, by name; only these choose the rates. Default: none, for one rate.
+        tasks: Options of `TaskOptions`. Default: none.
+        rates: Learning rates, each for the first seed; the best one on `validation` gets the other seeds. A number is the
+            rate of new parameters; values of an added memory learn ten times as fast unless `train` has their rate. A mapping from
+            rate keys of `midus train` to numbers sets only those keys. Default: the rates in `train`.
+        seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
+        controls: Whether the null controls of a variant's memory are trained as well, at its chosen rate. Default: true.
+
+    Raises:
+        RequestError: If a value lies outside its range or contradicts another.
+    """
+
+    base: str
+    output_dir: str
+    variants: dict[str, VariantOptions]
+    train: dict[str, Any] | str
+    domain: dict[str, str] = dataclasses.field(default_factory=dict)
+    retention: dict[str, str] = dataclasses.field(default_factory=dict)
+    validation: dict[str, str] = dataclasses.field(default_factory=dict)
+    tasks: TaskOptions | None = None
+    rates: list[float | dict[str, float]] | None = None
+    seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
+    controls: bool = True
+
+    def __post_init__(self) -> None:
+        several = next((name for name in self.variants if len(self.rates_of(name)) > 1), None)
+        wrong = next((name for name in (*self.variants, *self.texts) if not _NAME.fullmatch(str(name))), None)
+        texts_twice = len(self.texts) < sum(len(getattr(self, kind)) for kind in TEXT_KINDS)
+        seeds_differ = len(set(self.seeds)) == len(self.seeds) and min(self.seeds, default=-1) >= 0
+        for is_wrong, message in (
+            (not self.variants, "variants is empty; expected one or more."),
+            (BASE in self.variants, f"variants has {BASE!r}, the name of the base itself; choose another name."),
+            (
+                wrong is not None,
+                f"{wrong!r} names a variant or text; expected letters, digits and . _ -, a letter or digit first.",
+            ),
+            (
+                texts_twice,
+                f"texts are {', '.join(self.texts)}, one of them twice; expected a different name for each.",
+            ),
+            (
+                not (self.domain or self.tasks),
+                "domain is empty, without tasks; expected one of them, to measure learning.",
+            ),
+            (
+                self.controls and not self.domain,
+                "domain is empty, and controls are true; expected held-out text to measure learning on, or controls: false.",
+            ),
+            (
+                several and not self.validation,
+                f"validation is empty, and {several} has several rates; expected text like the corpus that is neither trained on "
+                "nor in domain. Give some, as validation.NAME=PATH, or one rate for each variant.",
+            ),
+            (not seeds_differ, f"seeds is {self.seeds}; expected one or more different numbers from 0."),
+        ):
+            if is_wrong:
+                raise RequestError(message)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Paths of all measured texts by name: `domain`, then `retention`, then `validation`."""
+        return {**self.domain, **self.retention, **self.validation}
+
+    def rates_of(self, variant: str) -> list[Rate]:
+        """Return the rates of a variant as keys of `midus train`; a single empty one if `train` has the rate."""
+        return [_as_keys(rate) for rate in self.variants[variant].rates or self.rates or [{}]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A variant of a comparison: keys of `upscale --config`, None if the base itself is trained, and keys of `midus train`.
+
+    The variant named `base` is only measured. `controls` are the null controls of its memory by name, with what each changes.
+    A null control is called `VARIANT+CONTROL`; `control` and `control_of` are its two names. `trained_parameters` is None if
+    only training knows.
+    """
+
+    name: str
+    upscale: Mapping[str, Any] | None
+    train: Mapping[str, Any]
+    rates: Sequence[Rate]
+    new_parameters: int = 0
+    trained_parameters: int | None = None
+    controls: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    control: str | None = None
+    control_of: str | None = None
+
+    @property
+    def corpora(self) -> list[str]:
+        """Corpora that the variant trains on: paths, or ids on the Hub."""
+        corpus = self.train.get("corpus") or []
+        return [corpus] if isinstance(corpus, str) else list(corpus)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run of a comparison: a variant at one rate, and a seed of new parameters and of the order of texts."""
+
+    variant: Variant
+    rate: Rate = dataclasses.field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the run: `VARIANT/RATE/seed-N`, or `base` for the base, which is measured and not trained."""
+        name = self.variant.name
+        return name if name == BASE else f"{name}/{rate_name(self.rate)}/seed-{self.seed}"
+
+    def folder(self, comparison: Comparison) -> Path:
+        """Return the folder of the run's models; its result and its log are `FOLDER.json` and `FOLDER.log`."""
+        return Path(comparison.output_dir) / "runs" / self.name
+
+    def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
+        """Return the keys of `midus train` for this run, which measure texts at the start and the end, or every `eval_steps`."""
+        keys = {
+            "dataloader_drop_last": True,  # or a smaller batch at the end of a corpus would count as a step
+            **self.variant.train,
+            **self.rate,
+            "model_name_or_path": str(model),
+            "output_dir": str(output),
+            "seed": self.seed,
+        }
+        if not comparison.texts:
+            return keys
+        steps = finite_number(keys.get("max_steps"))  # `midus train` itself rejects a value that is no number
+        if keys.get("max_steps") is None or (steps is not None and steps < 1):
+            raise RequestError(
+                f"variants.{self.variant.name} has max_steps {keys.get('max_steps')}; expected at least 1, the budget that variants "
+                "are compared at. Set train.max_steps."
+            )
+        if keys.get("eval_steps") is None:
+            keys["eval_steps"] = 1 if steps is None else int(steps)
+        return {**keys, "eval_text": comparison.texts, "eval_on_start": True}
+
+
+def base_run(comparison: Comparison) -> Run:
+    """Return the run that measures the base, as all variants read their texts."""
+    assert isinstance(comparison.train, Mapping), "files have been read"
+    return Run(Variant(BASE, None, comparison.train, []))
+
+
+def searches_of(variant: Variant, comparison: Comparison) -> list[Run]:
+    """Return the runs that choose the rate of a variant: one at each of its rates, with the first seed."""
+    return [Run(variant, rate, comparison.seeds[0]) for rate in variant.rates]
 
 
 def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
@@ -38,45 +253,48 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
         RequestError: If a key is unknown or set by the comparison itself, a file cannot be read, or a method refuses the base.
     """
     shared = _read_keys("train", comparison.train, _OWN_TRAINING_KEYS)
-    comparison = dataclasses.replace(comparison, train=shared)
     variants = [_plan_variant(name, comparison, shared) for name in comparison.variants]
-    read = {
-        variant.name: dataclasses.replace(comparison.variants[variant.name], rates=[*map(dict, variant.rates)])
-        for variant in variants
-        if any(variant.rates)
+    options = {
+        one.name: dataclasses.replace(comparison.variants[one.name], rates=[*map(dict, one.rates)]) for one in variants
     }
-    return dataclasses.replace(comparison, variants={**comparison.variants, **read}), variants
+    return dataclasses.replace(comparison, train=shared, variants=options), variants
 
 
 def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Variant:
     """Return a variant, sized by a dry run; `shared` are the keys that all variants train with."""
-    from upscalers.methods.contract import get_method
-    from upscalers.runs.upscale import upscale
-
     options, label = comparison.variants[name], f"variants.{name}.upscale"
     train: dict[str, Any] = {**shared, **_read_keys(f"variants.{name}.train", options.train, _OWN_TRAINING_KEYS)}
-    listed = options.rates or comparison.rates or [{}]
+    keys, controls, new, trained = None, dict[str, dict[str, Any]](), 0, None
     if options.upscale is None:
         # A plain base does not record which parameters to train: all are trained, unless the recipe differs or trains adapters.
         train = train if train.get("adapters") else {"trainable": "all", **train}
         base = saved_config(comparison.base)
         types = [memory_type(entry.get("type")).type for entry in language_entry(base).get("memory") or []]
-        rates = _resolve_rates(train, (record_of(base) or UpscaleRecord()).trainable, types, listed)
-        return Variant(name, None, train, rates)
-    keys = _read_keys(label, options.upscale, _OWN_UPSCALING_KEYS)
-    for key in keys:
-        if key not in _KEYS:
-            raise RequestError(f"{label} has no option {key!r}. {one_of(_KEYS)}")
-    if "method" not in keys:
-        raise RequestError(f"{label} has no 'method'; name one, as 'upscale methods' lists them.")
-    if not isinstance(keys.get("options"), dict | None):
-        raise RequestError(f"{label}.options is {keys['options']!r}; expected a mapping.")
-    with name_in_request_errors(label):
-        sizes = upscale(base=comparison.base, dry_run=True, **keys).parameters
-    method = get_method(keys["method"])
-    rates = _resolve_rates(train, method.trainable, _added_types(keys), listed)
-    controls = _find_controls(comparison.base, keys, train) if comparison.controls else {}
-    return Variant(name, keys, train, rates, sizes.new, sizes.trainable, controls)
+        trainable = (record_of(base) or UpscaleRecord()).trainable
+    else:
+        keys = _read_keys(label, options.upscale, _OWN_UPSCALING_KEYS)
+        for key in keys:
+            if key not in _UPSCALING_KEYS:
+                raise RequestError(f"{label} has no option {key!r}. {one_of(_UPSCALING_KEYS)}")
+        if "method" not in keys or not isinstance(keys.get("options"), dict | None):
+            raise RequestError(
+                f"{label} is {keys}; expected a method, as 'upscale methods' lists them, and a mapping of options."
+            )
+        with name_in_request_errors(label):
+            report = upscale(base=comparison.base, dry_run=True, **keys).parameters
+        method = get_method(keys["method"])
+        new, trained, trainable = report.new, report.trainable, method.trainable
+        types = [added for _, added in getattr(method, "positions", list)()]
+        controls = _find_controls(comparison.base, keys, train) if comparison.controls and types else {}
+    has_value_rate = any(train.get(key) is not None for key in _VALUE_RATES)
+    apart = _have_values(types) and trains_new_parts(train, trainable) and not has_value_rate
+    listed = options.rates or comparison.rates or [{}]
+    rates = [_as_keys(rate) if isinstance(rate, Mapping) or not apart else short_run_rates(rate) for rate in listed]
+    if len(names := [rate_name(rate) for rate in rates]) > len(set(names)):
+        raise RequestError(
+            f"variants.{name} has rates {', '.join(names)}; expected rates that differ, each names a folder."
+        )
+    return Variant(name, keys, train, rates, new, trained, controls)
 
 
 def _read_keys(where: str, keys: Mapping[str, Any] | str | None, reserved: Sequence[str]) -> dict[str, Any]:
@@ -90,19 +308,6 @@ def _read_keys(where: str, keys: Mapping[str, Any] | str | None, reserved: Seque
     return dict(keys or {})
 
 
-def _resolve_rates(
-    train: Mapping[str, Any], trainable: str | None, types: Sequence[str], rates: Sequence[Any]
-) -> list[Rate]:
-    """Return rates as keys of `midus train`. A plain number is the rate of new parameters; values of memories learn faster.
-
-    It is the rate of everything if no values are trained, if their rate is among the keys, or if more than new parameters is
-    trained, by the `trainable` that upscaling recorded, None for a plain model.
-    """
-    has_value_rate = any(train.get(key) is not None for key in _RATES_OF_VALUES)
-    apart = _have_values(types) and trains_new_parts(train, trainable) and not has_value_rate
-    return [as_keys(rate) if isinstance(rate, Mapping) or not apart else short_run_rates(rate) for rate in rates]
-
-
 def _have_values(types: Sequence[str]) -> bool:
     """Return whether one of some types of memory has values, or blocks that texts fetch, which learn at the rate of values."""
     known = [MEMORY_TYPES[each] for each in types if each in MEMORY_TYPES]
@@ -110,30 +315,15 @@ def _have_values(types: Sequence[str]) -> bool:
     return has_values or any(issubclass(each, HierarchicalOptions) for each in known)
 
 
-def _added_types(upscale: Mapping[str, Any]) -> list[str]:
-    """Return the types of memory that an upscaling with these keys may add."""
-    from upscalers.methods.contract import get_method
-
-    return [memory_type for _, memory_type in getattr(get_method(upscale["method"]), "positions", list)()]
-
-
-def _find_controls(base: str, upscale: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the null controls of the first memory that an upscaling adds, as far as training allows them; none without a memory."""
-    from upscalers.architecture.layout import layout_of
-    from upscalers.checkpoint.base_checkpoint import open_base
-    from upscalers.checkpoint.source import resolve_source
-    from upscalers.methods.contract import get_method
-    from upscalers.request import parse_options
-
-    if not _added_types(upscale):
-        return {}
-    method_class, placement = get_method(upscale["method"]), upscale.get("placement")
-    method = method_class(parse_options(method_class.options_class, upscale.get("options") or {}, method_class.name))
+def _find_controls(base: str, keys: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the null controls of the first memory that an upscaling adds, as far as training allows them."""
+    method_class, placement = get_method(keys["method"]), keys.get("placement")
+    method = method_class(parse_options(method_class.options_class, keys.get("options") or {}, method_class.name))
     if isinstance(placement, list):
         placement = ",".join(map(str, placement))
     with resolve_source(base, config_only=True) as source:
         opened = open_base(source.folder, needs_weights=False)
-        config = method.config(opened, method.plan(opened, upscale.get("num_new_layers"), placement))
+        config = method.config(opened, method.plan(opened, keys.get("num_new_layers"), placement))
     before = {entry.name for entry in opened.layout.memories.entries}
     memories = layout_of(dict(config)).memories
     added = next((entry for entry in memories.entries if entry.name not in before), None)
@@ -152,120 +342,56 @@ def control_variants(variant: Variant, rate: Rate) -> list[Variant]:
     """Return the variants to train as null controls of a variant, each of which differs from it by a single change."""
     controls = []
     for name, change in variant.controls.items():
-        if name == SHUFFLED:
-            continue
         keys = copy.deepcopy(dict(variant.upscale or {}))
         if change["options"]:
             keys["options"] = {**(keys.get("options") or {}), **change["options"]}
         train = {**variant.train, "trainable": change["trainable"]} if change["trainable"] else variant.train
-        names: dict[str, Any] = {
-            "name": f"{variant.name}+{name}",
-            "control": name,
-            "control_of": variant.name,
-            "controls": {},
-        }
-        controls.append(dataclasses.replace(variant, **names, upscale=keys, train=train, rates=[rate]))
+        names: dict[str, Any] = {"name": f"{variant.name}+{name}", "control": name, "control_of": variant.name}
+        if name != SHUFFLED:
+            controls.append(
+                dataclasses.replace(variant, **names, controls={}, upscale=keys, train=train, rates=[rate])
+            )
     return controls
 
 
 def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check early what a run would refuse late: keys of runs, texts, local corpora, tasks, and the base's tokenizer and positions.
+    """Check the base, keys of each run, files and columns, and that all texts are measured alike and none is trained on."""
+    from midus_hf.data.corpus import read_corpus
+    from midus_hf.training.arguments import TrainArguments
 
-    Raises a RequestError, or a ModuleNotFoundError if lm-eval, an extra that tasks need, is not installed.
-    """
     assert isinstance(comparison.train, Mapping), "files have been read"
-    check_names(comparison)
-    _check_texts(comparison, variants)
-    for variant in variants:
-        _check_keys(variant, comparison, window_keys(comparison.train)["sequence_length"])
-    if comparison.tasks is not None:
-        from midus_hf.evaluation.harness import Tasks
-        from midus_hf.sources.progress import quiet_libraries
-
-        with quiet_libraries():
-            Tasks(comparison.tasks.names, comparison.tasks.data)
-    _check_reading(comparison, comparison.train, variants)
-
-
-def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check that all measured texts differ, and that none of them is trained on."""
-    texts: dict[str, Path] = {}
-    for name, path in comparison.texts.items():
-        label, text = comparison.label(name), Path(path).expanduser()
-        for other, before in texts.items():
-            if _overlap(text, before):
-                raise RequestError(
-                    f"{label} is {path!r}, which shares text with {other}, {str(before)!r}; expected texts that differ."
-                )
-        texts[label] = text
-    for each in variants:
-        for corpus, (label, text) in itertools.product(each.corpora, texts.items()):
-            if (place := Path(corpus).expanduser()).exists() and _overlap(text, place):
-                raise RequestError(
-                    f"{label} is {str(text)!r}, which {each.name} trains on, since its corpus is {corpus!r}; expected text that "
-                    "no variant trains on."
-                )
+    if (output := Path(comparison.output_dir)).exists() and not output.is_dir():
+        raise RequestError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")
+    check_model_name("base", comparison.base)
+    texts = [(f"{kind}.{name}", path) for kind in TEXT_KINDS for name, path in getattr(comparison, kind).items()]
+    sources: dict[tuple[str, str], Mapping[str, Any]] = {text: {**comparison.train, **_OF_CORPORA} for text in texts}
+    shared = comparison.train.get("corpus"), comparison.train.get("sequence_length")
+    for one in variants:
+        length, streaming = one.train.get("sequence_length"), one.train.get("streaming")
+        if length != shared[1] or streaming:
+            raise RequestError(
+                f"variants.{one.name} has sequence_length {length} and streaming {streaming}; expected {shared[1]}, as train has, "
+                "and no streaming, since all texts are measured alike."
+            )
+        with name_in_request_errors(f"variants.{one.name}, as a run of midus train"):
+            for run in searches_of(one, comparison):
+                from_mapping(TrainArguments, run.training_keys(comparison, "model", Path("trained")))
+        key = "train.corpus" if one.train.get("corpus") == shared[0] else f"variants.{one.name}.train.corpus"
+        sources |= {(key, each): one.train for each in one.corpora}
+    check_sources(sources)
+    for (key, name), (other, place) in itertools.product(texts, sources):
+        if key != other and _overlap(Path(name).expanduser(), Path(place).expanduser()):
+            raise RequestError(
+                f"{key} is {name!r}, which shares text with {other}, {place!r}; expected texts that differ."
+            )
+    for (key, name), train in sources.items():
+        if Path(name).expanduser().exists():
+            named = {"split": train.get("corpus_split"), "name": train.get("corpus_name")}
+            read_corpus(name, key=key, text_column=train.get("text_column") or "text", **named)
 
 
 def _overlap(first: Path, second: Path) -> bool:
     """Return whether one of two paths is inside the other, or both are files with the same content."""
     one, other = first.resolve(), second.resolve()
-    if one.is_relative_to(other) or other.is_relative_to(one):
-        return True
-    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
-
-
-def _check_keys(variant: Variant, comparison: Comparison, shared_length: int) -> None:
-    """Check that `midus train` accepts the keys of every run of a variant."""
-    for key in {key for rate in variant.rates for key in rate}:
-        if key not in _RATES:
-            raise RequestError(f"variants.{variant.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
-    for run in searches_of(variant, comparison):
-        keys = run.training_keys(comparison, "model", Path("trained"))
-        if keys.get("streaming"):
-            raise RequestError(
-                f"variants.{variant.name} has streaming, and texts of a comparison are read whole, to be compared; expected a corpus "
-                "that fits the disk. Leave streaming out."
-            )
-        with name_in_request_errors(f"variants.{variant.name}, as a run of midus train"):
-            from_mapping(TrainArguments, keys)
-    length = window_keys(variant.train)["sequence_length"]
-    if length != shared_length:
-        raise RequestError(
-            f"variants.{variant.name}.train.sequence_length is {length}, and that of train is {shared_length}; expected the same, "
-            "since all texts are measured alike. Set train.sequence_length."
-        )
-
-
-def _check_reading(comparison: Comparison, train: Mapping[str, Any], variants: Sequence[Variant]) -> None:
-    """Check that the base has a tokenizer and positions for a sequence, that texts have one, and that local corpora are read."""
-    from transformers import AutoConfig
-
-    from midus_hf.data.corpus import read_corpus
-    from midus_hf.data.packing import packed_sequences
-    from midus_hf.sources.progress import limit_bars
-    from midus_hf.sources.tokenizers import load_tokenizer
-    from midus_hf.training.inputs import check_sequence_length
-
-    length = window_keys(train)["sequence_length"]
-    with as_request_error(
-        f"base is {comparison.base!r}, whose config or tokenizer cannot be loaded", OSError, ValueError
-    ):
-        config = AutoConfig.from_pretrained(comparison.base, trust_remote_code=False)
-        tokenizer = load_tokenizer(comparison.base)
-    check_sequence_length("train.sequence_length", length, config)
-    options: dict[str, Any] = {"documents_apart": bool(train.get("document_mask"))}
-    options["vocab_size"] = config.get_text_config().vocab_size
-    for name, path in comparison.texts.items():
-        named = {"key": comparison.label(name), "text_column": window_keys(train)["column"]}
-        with limit_bars():
-            packed_sequences(read_corpus(path, **named), tokenizer, length, **named, **options)
-    for one in variants:
-        if all(Path(corpus).expanduser().exists() for corpus in one.corpora):
-            key = (
-                "train.corpus"
-                if one.train.get("corpus") == train.get("corpus")
-                else f"variants.{one.name}.train.corpus"
-            )
-            named = {"split": one.train.get("corpus_split"), "name": one.train.get("corpus_name")}
-            read_corpus(one.train.get("corpus") or "", key=key, text_column=window_keys(one.train)["column"], **named)
+    is_inside = one.is_relative_to(other) or other.is_relative_to(one)
+    return is_inside or (one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False))

@@ -1,6 +1,7 @@
-"""The report of a comparison: one table, a picture, a page, and numbers for other programs; and the table of a plan."""
+"""The report of a comparison: one table, a picture, and numbers for other programs; and the table of a plan."""
 
 import importlib.util
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,30 +14,25 @@ from midus_hf.compare.findings import (
     advice,
     cautions,
     differences,
+    loss_decreases,
     short_count,
     spread,
     verdict,
 )
-from midus_hf.compare.options import Comparison, rate_name
+from midus_hf.compare.plan import Comparison, Variant, rate_name
+from midus_hf.compare.run import Result, read_result, window_keys
 from midus_hf.compare.running import count_runs, runs_of
-from midus_hf.compare.runs import Result, Variant
-from midus_hf.files.outputs import atomic_write
-from midus_hf.look.page import Section, TextTable, as_png, new_figure, write_page
+from midus_hf.config.options import finite_number
+from midus_hf.files.outputs import atomic_write, write_text
+from midus_hf.look.page import TextTable, as_png, new_figure
 
 # Metrics of a task in order of preference: reports show the first that the task has.
 _METRICS = ("acc_norm", "acc", "exact_match", "word_perplexity")
-_HOW_TO_READ = (
-    "Losses are nats per token of held-out text, each text counting alike, on packed sequences whose first tokens are not "
-    "predicted. ± is the standard deviation over seeds, in rows of null controls half of a 95 % interval; neither covers other "
-    "texts. Learned is the decrease of the loss of the domain, forgotten the increase of the loss outside it, from the run's "
-    "start, or from the base if the upscaled model was not verified to compute the same. Each variant is reported at the rate with "
-    "which its first seed ended lowest on the validation texts, which are part of no other number. A null control, named after a +, "
-    "is the same memory with its addressing taken away, trained at the variant's rate, which need not be the control's best one; its "
-    "row says whether the variant beats it, and by how much."
-)
+# Keys of `midus train` whose product is a run's number of sequences, with their defaults.
+_SIZES = {"max_steps": -1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
 
 
-def with_spread(numbers: Spread | None, form: str = "{:.4f}", interval: bool = False) -> str:
+def with_spread(numbers: Spread | None, form: str = "{:+.4f}", interval: bool = False) -> str:
     """Return a mean as text, followed by ± and the standard deviation over several seeds, or half of the mean's 95 % interval."""
     if numbers is None:
         return ""
@@ -56,15 +52,15 @@ def variants_table(findings: Findings) -> TextTable:
                 "rate": one.rate.replace(",", ", "),
                 "seeds": str(len(one.results)),
                 "trained": short_count(one.results[0].trained_parameters),
-                "learned": with_spread(one.learned, "{:+.4f}"),
-                "forgotten": with_spread(one.forgotten, "{:+.4f}"),
+                "learned": with_spread(one.learned),
+                "forgotten": with_spread(one.forgotten),
                 "time": f"{statistics.fmean(result.seconds for result in one.results):.0f} s",
                 "GB": f"{max(result.peak_memory_bytes for result in one.results) / 1e9:.2f}",
                 **_task_cells(comparison, one.results),
             }
         )
         for control, lower in one.advantages.items():
-            cell = f"{verdict(lower)}: {with_spread(lower, '{:+.4f}', interval=True)}"
+            cell = f"{verdict(lower)}: {with_spread(lower, interval=True)}"
             rows.append({"variant": f"+{control}", "seeds": str(lower.count), "learned": cell})
     head = ["variant", "rate", "seeds", "trained", *["learned"] * bool(comparison.domain)]
     head += ["forgotten"] * bool(comparison.retention)
@@ -77,9 +73,8 @@ def _task_cells(comparison: Comparison, results: Sequence[Result]) -> dict[str, 
     """Return the cells of tasks, from one result per seed; a task that a seed lacks has an empty cell."""
     cells = {}
     for task in [] if comparison.tasks is None else comparison.tasks.names:
-        metrics = [metric_of(one.tasks.get(task, {})) for one in results]
-        known = [metric for metric in metrics if metric is not None]
-        cells[task] = with_spread(spread(known), "{:.3f}") if len(known) == len(metrics) else ""
+        known = [metric for one in results if (metric := metric_of(one.tasks.get(task, {}))) is not None]
+        cells[task] = with_spread(spread(known), "{:.3f}") if len(known) == len(results) else ""
     return cells
 
 
@@ -101,7 +96,7 @@ def draw(findings: Findings) -> bytes:
         first = -1 if any(result.starts_elsewhere for result in one.results) else 0
         paths = []
         for texts, sign in ((comparison.domain, 1), (comparison.retention, -1)):
-            curves = [findings.loss_decreases(result, list(texts)) for result in one.results]
+            curves = [loss_decreases(result, findings.base, list(texts)) for result in one.results]
             paths.append([sign * statistics.fmean(point) for point in zip(*curves, strict=True)][first:])
         (xs, ys), color = paths, f"C{number % 10}"
         axes.plot(xs, ys, color=color, linestyle="-" if number < 10 else "--", label=one.name)
@@ -121,19 +116,22 @@ def plan_records(comparison: Comparison, variants: Sequence[Variant]) -> list[di
     records = []
     for variant in variants:
         own, controls = count_runs(variant, comparison)
+        sizes = [finite_number(variant.train.get(name, default)) for name, default in _SIZES.items()]
+        known = [size for size in sizes if size is not None and size >= 0]
+        tokens = int(math.prod(known)) * window_keys(variant.train)["sequence_length"] * (own + controls)
         runs = [run for kind in runs_of([variant], comparison) for run in kind]
-        method = variant.upscale["method"] if variant.upscale is not None else None
+        method = "LoRA" if variant.train.get("adapters") else "the base"
         records.append(
             {
                 "variant": variant.name,
-                "method": method or ("LoRA" if variant.train.get("adapters") else "the base"),
+                "method": method if variant.upscale is None else variant.upscale["method"],
                 "new_parameters": variant.new_parameters,
                 "trained_parameters": variant.trained_parameters,
                 "rates": [rate_name(rate) for rate in variant.rates],
                 "runs": own + controls,
                 "null_controls": controls,
-                "tokens": None if variant.tokens is None else variant.tokens * (own + controls),
-                "done": sum(run.result(comparison) is not None for run in runs),
+                "tokens": tokens if len(known) == len(sizes) else None,
+                "done": sum(read_result(run.folder(comparison)) is not None for run in runs),
             }
         )
     return records
@@ -145,24 +143,15 @@ def plan_table(records: Sequence[Mapping[str, Any]]) -> TextTable:
     for one in records:
         row = {**one, "rates": ", ".join(one["rates"]), "done": f"{one['done']} of {one['runs']}"}
         rows.append(["" if cell is None else f"{cell:,}" if isinstance(cell, int) else cell for cell in row.values()])
-    head = [
-        "variant",
-        "method",
-        "new parameters",
-        "trained parameters",
-        "rates",
-        "runs",
-        "of null controls",
-        "tokens",
-        "done",
-    ]
+    head = "variant,method,new parameters,trained parameters,rates,runs,of null controls,tokens,done".split(",")
     return TextTable("Each rate with the first seed, the best rate with the others and with null controls", head, rows)
 
 
-def as_json(findings: Findings, page: Path) -> dict[str, Any]:
+def as_json(findings: Findings, report: Path) -> dict[str, Any]:
     """Return the findings as a JSON object, for other programs, with all results of variants and their null controls."""
     return {
         **asdict(findings),
+        "base_losses": findings.base.losses,
         "reference": None if findings.reference is None else findings.reference.name,
         "differences": {
             name: {"learned": asdict(learned), "forgotten": forgotten and asdict(forgotten)}
@@ -170,29 +159,22 @@ def as_json(findings: Findings, page: Path) -> dict[str, Any]:
         },
         "cautions": cautions(findings),
         "advice": advice(findings),
-        "page": str(page),
+        "report": str(report),
     }
 
 
 def write_report(root: Path, findings: Findings) -> Path:
-    """Write `report.html`, a self-contained page, and return its path.
+    """Write `report.md`, the table with cautions and advice, and return its path.
 
-    Its picture, also written as `frontier.png`, needs matplotlib, and variants that are measured on domain and retention texts.
+    Its picture, `frontier.png`, needs matplotlib, and variants that are measured on domain and retention texts.
     """
-    comparison, pictures = findings.comparison, {}
-    picture = root / "frontier.png"
+    comparison, picture, report = findings.comparison, root / "frontier.png", root / "report.md"
     picture.unlink(missing_ok=True)  # of an earlier report
     has_both = findings.variants and comparison.domain and comparison.retention
     if has_both and importlib.util.find_spec("matplotlib") is not None:
-        pictures["Learned and forgotten"] = draw(findings)
         with atomic_write(picture) as partial:
-            partial.write_bytes(pictures["Learned and forgotten"])
+            partial.write_bytes(draw(findings))
     failures = [f"{name} failed: {why}" for name, why in findings.failures.items()]
-    sections = [
-        Section("", [*advice(findings), *cautions(findings), *failures], pictures=pictures),
-        Section("", tables=[variants_table(findings)]),
-        Section("How to read this", [_HOW_TO_READ]),
-    ]
-    page = root / "report.html"
-    write_page(page, f"What variants of {Path(comparison.base).name} learned and forgot", sections)
-    return page
+    sentences = "\n".join(f"- {each}" for each in [*cautions(findings), *failures, *advice(findings)])
+    write_text(report, f"{variants_table(findings).markdown()}\n\n{sentences}\n")
+    return report

@@ -88,21 +88,21 @@ def test_dry_run_and_report_show_what_is_done(run, config, measured, tmp_path, r
     report = json.loads(run(config, "--report", "--json").out)
     assert [variant["name"] for variant in report["variants"]] == ["hml"]
     assert (report["missing"], report["failures"]) == (6, {})
-    assert (tmp_path / "out" / "report.html").is_file()
+    assert (tmp_path / "out" / "report.md").is_file()
     done = run(config, "--report")
-    assert done.status == 0 and "Runs that are not done: 6." in done.out and f"report: {report['page']}" in done.out
+    assert done.status == 0 and "Runs that are not done: 6." in done.out and f"report: {report['report']}" in done.out
     assert done.out.endswith(" ".join(report["advice"]).replace(". ", ".\n") + "\n")
     assert runs.started == 0
-    monkeypatch.setattr("midus_hf.compare.runs.hash_text", lambda path: f"another of {path}")
+    monkeypatch.setattr("midus_hf.compare.run.hash_text", lambda path: f"another of {path}")
     done = run(config, "--dry-run")
-    assert done.status == 2 and "base was done with another content of the corpus or of a text;" in done.err
+    assert done.status == 2 and "base.json was made with another request, or from other texts" in done.err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--set", "seed=1"], "config has no option 'seed'. Expected one of: base, "),
-        (["--set", "train.sequence_length=65"], "sequence_length is 65, but the model has positions for 64 tokens."),
+        (["--set", "train.corpus=absent.txt"], "train.corpus is 'absent.txt', which does not exist"),
     ],
 )
 @pytest.mark.parametrize("how", [[], ["--dry-run"]], ids=["run", "dry run"])
@@ -140,4 +140,4 @@ def test_status_is_1_after_failed_runs(run, config, measured, runs, failures, wo
     if json_:
         assert json.loads(done.out)["failures"] == failures
     elif failures:
-        assert "Runs that are not done: 6; failed: full/recipe/seed-0." in done.out
+        assert "Failed: full/recipe/seed-0." in done.out

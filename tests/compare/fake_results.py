@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from midus_hf.compare.findings import Findings, findings
-from midus_hf.compare.options import Comparison, VariantOptions
-from midus_hf.compare.runs import Point, Result
+from midus_hf.compare.plan import Comparison, VariantOptions
+from midus_hf.compare.run import Point, Result
 
 DOMAIN, RETENTION, VALIDATION = "plants", "stars", "herbs"
 

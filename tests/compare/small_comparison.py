@@ -1,6 +1,8 @@
 """A comparison that takes seconds: a tiny model of bytes, texts of four words, and runs that are done in this process."""
 
+import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +10,8 @@ from typing import Any
 import pytest
 from evaluation.byte_models import save_byte_model
 
-from midus_hf.compare.options import Comparison
-from midus_hf.compare.plan import plan
-from midus_hf.compare.running import execute_run, main, measure
-from midus_hf.compare.runs import Inputs, Result, Run, base_run, searches_of, write_result
+from midus_hf.compare.plan import Comparison, Run, base_run, plan, searches_of
+from midus_hf.compare.run import Result, input_hasher, main, measure, read_result, write_result
 from midus_hf.config.yaml_options import from_mapping
 
 WORDS = ("alpha", "beta", "gamma", "delta")
@@ -59,7 +59,7 @@ class SmallComparison:
 
     def __init__(self, room: Path, output: Path, variants: dict[str, Any], **changes: Any):
         self.comparison, self.variants = plan(from_mapping(Comparison, keys(room, output, variants, **changes)))
-        self.inputs = Inputs(self.comparison)
+        self.digests_for = input_hasher(self.comparison)
 
     def runs(self) -> list[Run]:
         """Return the runs of each variant with the first seed, at all rates."""
@@ -71,11 +71,15 @@ class SmallComparison:
 
     def measure(self, run: Run) -> Result:
         """Do a run from its beginning."""
-        return execute_run(run, self.comparison, self.inputs.digests_for(run.variant))
+        values = {"run": asdict(run), "comparison": asdict(self.comparison), "inputs": self.digests_for(run.variant)}
+        main(json.dumps(values))
+        result = read_result(self.folder(run))
+        assert result is not None
+        return result
 
     def measure_and_keep(self, run: Run) -> Result:
         """Do a run from its beginning, and keep its models beside its result."""
-        result = measure(run, self.comparison, self.inputs.digests_for(run.variant))
+        result = measure(run, self.comparison, self.digests_for(run.variant))
         write_result(self.folder(run), result)
         return result
 

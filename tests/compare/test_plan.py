@@ -1,18 +1,23 @@
 """Variants as they would run: keys from files, sizes by a budget, what trains, and what is refused before anything runs."""
 
+import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 from compare.small_comparison import HEADWISE, keys, training, write_room
+from evaluation.byte_models import byte_tokenizer
+from evaluation.questions import write_questions
 
-from midus_hf.compare.options import Comparison
-from midus_hf.compare.plan import check, plan
-from midus_hf.compare.runs import Run, Variant
-from midus_hf.config.yaml_options import from_mapping
+from benchmarks.models import CONFIGS
+from midus_hf.compare.plan import TEXT_KINDS, Comparison, Run, Variant, check, plan
+from midus_hf.config.errors import RequestError
+from midus_hf.config.yaml_options import from_mapping, options_from_files, read_mapping
 from midus_hf.training.arguments import TrainArguments
+from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers import upscale
 
 
@@ -111,109 +116,111 @@ def test_parts_of_an_upscaled_base_learn_at_the_rates_of_new_parts(room, planned
     assert {one.name: one.rates for one in result} == expected
 
 
-REFUSED = {
-    "an option of upscale": (
+# Options of the variant `a`, or of all; ROOM and FILES are the folders that the fixtures write.
+REFUSED_VARIANT = {
+    "option of upscale": (
         {"upscale": {**HEADWISE, "num_new_layer": 2}},
-        "variants.a.upscale has no option 'num_new_layer'. Expected one of: method, num_new_layers, ",
+        "upscale has no option 'num_new_layer'. Expected one of: m",
     ),
-    "no method": (
-        {"upscale": {"num_new_layers": 2}}, "variants.a.upscale has no 'method'; name one, as 'upscale methods' lists them."
+    "no method": ({"upscale": {"num_new_layers": 2}}, "upscale is {'num_new_layers': 2}; expected a method"),
+    "options not a mapping": (
+        {"upscale": {**HEADWISE, "options": [1]}},
+        "upscale is .*expected a method.* and a mapping of options",
     ),
-    "an option of the method": (
-        {"upscale": {**HEADWISE, "options": {"m": 2}}}, "variants.a.upscale: method midus-hml has no option 'm'"
+    "option of the method": (
+        {"upscale": {**HEADWISE, "options": {"m": 2}}},
+        "upscale: method midus-hml has no option 'm'",
     ),
-    "options that are no mapping": (
-        {"upscale": {**HEADWISE, "options": [1]}}, "variants.a.upscale.options is [1]; expected a mapping."
-    ),
-    "a base of its own": (
+    "base": (
         {"upscale": {**HEADWISE, "base": "other"}},
-        "variants.a.upscale has 'base', which the comparison sets for each run; leave it out.",
+        "upscale has 'base', which the comparison sets for each run; leave it",
     ),
-    "windows of its own": (
-        {"train": {"sequence_length": 16}},
-        "variants.a.train.sequence_length is 16, and that of train is 32; expected the same, since all texts are measured alike. Set",
-    ),
-    "a seed of its own": (
-        {"train": {"seed": 1}}, "variants.a.train has 'seed', which the comparison sets for each run; leave it out."
-    ),
-    "an unknown key of runs": ({"train": {"max_step": 3}}, "variants.a, as a run of midus train: config has no option 'max_step'."),
-    **{
-        f"{steps} steps": (
-            {"train": {"max_steps": steps, "num_train_epochs": 1}},
-            f"variants.a has max_steps {steps}; expected at least 1, the budget that variants are compared at. Set train.max_steps.",
-        )
-        for steps in (None, -1)
-    },
-    "a rate that is none": (
-        {"rates": [{"per_device_train_batch_size": 4}]},
-        "variants.a has a rate 'per_device_train_batch_size'; expected one of: learning_rate, memory_learning_rate, ",
-    ),
-    "a number and its mapping": (
+    "seed": ({"train": {"seed": 1}}, "train has 'seed', which the comparison sets for each run; leave it out"),
+    "windows": ({"train": {"sequence_length": 16}}, "sequence_length 16 .*expected 32, as train has"),
+    "windows of a file": ({"train": "FILES/windows.yaml"}, "sequence_length 16 .*expected 32, as train has"),
+    "stream": ({"train": {"streaming": True}}, "streaming True; expected .* no streaming"),
+    "unknown key": ({"train": {"max_step": 3}}, "as a run of midus train: config has no option 'max_step'"),
+    "no steps": ({"train": {"max_steps": None}}, "has max_steps None; expected at least 1.*Set train.max_steps"),
+    "steps below 1": ({"train": {"max_steps": -1}}, "has max_steps -1; expected at least 1.*Set train.max_steps"),
+    "rate of 0": ({"rates": [0]}, "as a run of midus train: .*learning_rate is 0.0; expected"),
+    "rate twice": ({"rates": [1e-3, 1.0000001e-3]}, "has rates 0.001, 0.001; expected rates that differ"),
+    "number and its mapping": (
         {"upscale": HEADWISE, "rates": [1e-3, {"learning_rate": 1e-3, "value_learning_rate": 1e-2}]},
-        "rates has 0.001,value=0.01 twice; expected rates that differ",
+        "has rates 0.001,value=0.01, ",
     ),
+    "file of upscale": (
+        {"upscale": "absent.yaml"},
+        "upscale names a file: config is 'absent.yaml', which cannot be read",
+    ),
+    "file of train": ({"train": "absent.yaml"}, "train names a file: config is 'absent.yaml', which cannot be read"),
+    "corpus": ({"train": {"corpus": "absent.txt"}}, "train.corpus is 'absent.txt', which does not exist; expected"),
+    "column": (
+        {"train": {"corpus": "FILES/rows.jsonl"}},
+        "train.corpus 'FILES/rows.jsonl' has no column 'text', only body; set",
+    ),
+    "corpus is measured": (
+        {"train": {"corpus": "ROOM/herbs.txt"}},
+        "validation.herbs .*shares text with variants.a.train.corpus",
+    ),
+}
+NAME = "names a variant or text; expected letters, digits"
+REFUSED = {
+    "no variants": ({"variants": {}}, "variants is empty; expected one or more"),
+    "variant named base": ({"variants": {"base": {}}}, "variants has 'base'.*choose another name"),
     **{
-        f"an absent file of {part}": (
-            {part: "absent.yaml"},
-            f"variants.a.{part} names a file: config is 'absent.yaml', which cannot be read (No such file or directory)",
-        )
-        for part in ("upscale", "train")
+        f"variant named {name}": ({"variants": {name: {}}}, f"'{re.escape(name)}' {NAME}")
+        for name in ("a/b", ".a", "a+one-row")
     },
-    "a stream": ({"train": {"streaming": True}}, "variants.a has streaming, and texts of a comparison are read whole, to be"),
-    "an absent corpus": ({"train": {"corpus": "absent.txt"}}, "variants.a.train.corpus is 'absent.txt', which does not exist"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("variant", "message"), REFUSED.values(), ids=REFUSED)
-def test_wrong_variant_is_refused_before_anything_runs(planned, tmp_path, variant, message):
-    with pytest.raises(ValueError) as refusal:
-        planned({"a": variant})
-    assert str(refusal.value).startswith(message), refusal.value
-    assert not (tmp_path / "out").exists()
-
-
-SHARES = "which shares text with domain.plants, "
-# Of all variants; ROOM and FILES are the folders that the fixtures write.
-REFUSED_OF_ALL = [
-    ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected a file or a folder"),
-    ({"variants": {"a": {"upscale": HEADWISE}}, "base": "absent"}, "variants.a.upscale: "),
-    ({"output_dir": "FILES/short.txt"}, "output_dir is 'FILES/short.txt', a file; expected a folder."),
-    ({"base": "FILES/bare"}, "base is 'FILES/bare', whose config or tokenizer cannot be loaded: "),
-    ({"base": "ROOM/corpus"}, "base is 'ROOM/corpus', a folder without config.json; expected that of a saved model."),
-    ({"train": {"corpus": "absent.txt"}}, "train.corpus is 'absent.txt', which does not exist; expected"),
-    ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it out."),
-    (
-        {"variants": {"a": {}, "b": {"train": {"corpus": "FILES/rows.jsonl"}}}},
-        "variants.b.train.corpus 'FILES/rows.jsonl' has no column 'text', only body; set",
+    "text named a/b": ({"retention": {"a/b": "text"}}, f"'a/b' {NAME}"),
+    "option of a variant": ({"variants": {"a": {"method": "solar"}}}, "config has no option 'variants.a.method'"),
+    "no domain": ({"domain": {}}, "domain is empty, without tasks; expected one of them"),
+    "no domain for controls": ({"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty.*or controls: false"),
+    "no validation": (
+        {"rates": [1e-3, 1e-4], "validation": {}},
+        "validation is empty.*validation.NAME=PATH, or one rate",
     ),
-    ({"variants": {"a": {"train": "FILES/windows.yaml"}}}, "variants.a.train.sequence_length is 16, and that of train is 32;"),
-    ({"retention": {"stars": "FILES/short.txt"}}, "retention.stars has 6 tokens; expected at least one sequence of 32 tokens"),
-    (
+    "text twice": ({"retention": {"plants": "other.txt"}}, "plants, .*; expected a different name for each"),
+    "seed twice": ({"seeds": [1, 1]}, r"seeds is \[1, 1\]; expected one or more different"),
+    "seed below 0": ({"seeds": [-1]}, r"seeds is \[-1\]; expected one or more different"),
+    "no seeds": ({"seeds": []}, r"seeds is \[\]; expected one or more different"),
+    "key of its own": (
+        {"train": {"eval_text": "text"}},
+        "train has 'eval_text', which the comparison sets for each run; leave it",
+    ),
+    "base": ({"base": "absent/absent/absent"}, "base is 'absent/absent/absent', which does not exist; expected"),
+    "folder as base": ({"base": "ROOM/corpus"}, "base is 'ROOM/corpus', a folder without config.json; expected"),
+    "output": ({"output_dir": "FILES/short.txt"}, "output_dir is 'FILES/short.txt', a file; expected a folder"),
+    "absent text": (
+        {"domain": {"plants": "absent.txt"}},
+        "domain.plants is 'absent.txt', which does not exist; expected",
+    ),
+    "text without the column": (
+        {"retention": {"rows": "FILES/rows.jsonl"}},
+        "retention.rows .*has no column 'text', only body; set",
+    ),
+    "text in two places": (
         {"retention": {"stars": "ROOM/base/../plants.txt"}},
-        f"retention.stars is 'ROOM/base/../plants.txt', {SHARES}'ROOM/plants.txt'; expected texts that differ.",
+        "domain.plants .*shares text with retention.stars",
     ),
-    ({"validation": {"herbs": "ROOM/plants.txt"}}, f"validation.herbs is 'ROOM/plants.txt', {SHARES}'ROOM/plants.txt'; expected"),
-    ({"validation": {"herbs": "FILES/copy.txt"}}, f"validation.herbs is 'FILES/copy.txt', {SHARES}"),
-    (
-        {"variants": {"a": {}, "b": {"train": {"corpus": "ROOM/herbs.txt"}}}},
-        "validation.herbs is 'ROOM/herbs.txt', which b trains on, since its corpus is 'ROOM/herbs.txt'; expected text that no",
-    ),
-    *(
-        (
+    "copied text": ({"validation": {"herbs": "FILES/copy.txt"}}, "domain.plants .*shares text with validation.herbs"),
+    **{
+        f"{kind} in the corpus, {text}": (
             {kind: {"read": f"ROOM/{text}"}},
-            f"{kind}.read is 'ROOM/{text}', which a trains on, since its corpus is 'ROOM/corpus'; expected text that no variant",
+            f"{kind}.read .*shares text with train.corpus",
         )
         for kind in ("domain", "retention", "validation")
         for text in ("corpus", "corpus/1.txt")
-    ),
-]  # fmt: skip
+    },
+}
+REFUSED |= {
+    f"a: {case}": ({"variants": {"a": options}}, message) for case, (options, message) in REFUSED_VARIANT.items()
+}
 
 
 @pytest.fixture(scope="module")
 def files(room, tmp_path_factory) -> Path:
     """A folder with texts and a base that cannot be compared."""
     folder = tmp_path_factory.mktemp("files")
-    shutil.copytree(room / "base", folder / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*"))
     shutil.copyfile(room / "plants.txt", folder / "copy.txt")
     (folder / "short.txt").write_text("short")
     (folder / "rows.jsonl").write_text('{"body": "Roses are red."}\n')
@@ -221,18 +228,88 @@ def files(room, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED_OF_ALL, ids=str)
-def test_wrong_comparison_is_refused_before_anything_runs(room, planned, files, changes, message):
-    def placed(words: str) -> str:
-        return words.replace("ROOM", str(room)).replace("FILES", str(files))
-
-    changes = json.loads(placed(json.dumps(changes)))
-    with pytest.raises(ValueError) as refusal:
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_wrong_comparison_is_refused_before_anything_runs(room, planned, files, tmp_path, changes, message):
+    changes, message = (
+        json.loads(json.dumps(each).replace("ROOM", str(room)).replace("FILES", str(files)))
+        for each in (changes, message)
+    )
+    with pytest.raises(RequestError, match=message):
         planned(changes.pop("variants", {"a": {}}), **changes)
-    assert str(refusal.value).startswith(placed(message)), refusal.value
+    assert not (tmp_path / "out").exists()
 
 
 def test_windows_and_columns_of_a_variant_are_its_runs(planned, tmp_path, files):
     (variant,) = planned({"a": {"train": written(tmp_path / "file.yaml", {"sequence_length": 3.2e1})}})[1]
     assert variant.train["sequence_length"] == 32
     planned({"a": {}, "b": {"train": {"corpus": str(files / "rows.jsonl"), "text_column": "body"}}})
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs" / "compare").glob("*.yaml"))
+assert RECIPES
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_shipped_comparison_is_planned_on_its_base(recipe, tmp_path):
+    room = write_room(tmp_path)
+    (tmp_path / "sized").mkdir()
+    (base,) = (path for path in CONFIGS.glob("*.json") if recipe.stem.startswith(path.stem))
+    shutil.copyfile(base, tmp_path / "sized" / "config.json")
+    for path in (room / "base").glob("tokenizer*"):
+        shutil.copyfile(path, tmp_path / "sized" / path.name)
+    words = [f"base={tmp_path / 'sized'}", f"output_dir={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
+    arguments = read_mapping(recipe)
+    for kind in TEXT_KINDS:
+        for name in arguments.get(kind, {}):
+            (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
+            words.append(f"{kind}.{name}={room / name}.txt")
+    if "tasks" in arguments:
+        words.append(f"tasks.data={write_questions(tmp_path / 'questions')}")
+    comparison, variants = plan(options_from_files(Comparison, [recipe], words))
+    check(comparison, variants)
+    assert comparison.seeds and [variant.name for variant in variants] == list(comparison.variants)
+    for variant in variants:
+        if variant.upscale is not None and not variant.name.endswith("-one-row"):
+            assert variant.trained_parameters == pytest.approx(8_900_000, rel=0.4), variant.name
+
+
+# Of papers' settings: every row is planned on its base, and a file behind them makes them small.
+FOLDER = Path(__file__).parents[2] / "configs" / "reproduce"
+TABLES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "small")
+assert TABLES
+LLAMAS = {"meta-llama/Llama-3.2-1B": LLAMA_3_2_1B, "meta-llama/Llama-3.1-8B": LLAMA_3_1_8B}
+
+
+def read(table: str, *settings: str, small: bool = False) -> Comparison:
+    names = [table, *(["small"] if small else [])]
+    return options_from_files(Comparison, [FOLDER / f"{name}.yaml" for name in names], settings)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_rows_of_a_papers_table_are_planned_on_their_base(table, tmp_path):
+    is_mathpile = table.startswith("midus-5")
+    arguments = read(table, "train.corpus=corpus") if is_mathpile else read(table)
+    folder = write_config(tmp_path / "base", LLAMAS[arguments.base])
+    byte_tokenizer().save_pretrained(folder)
+    planned, variants = plan(dataclasses.replace(arguments, base=str(folder), output_dir=str(tmp_path / "out")))
+    check(planned, variants)
+    assert (planned.seeds, planned.controls, planned.domain) == ([0], False, {}) and planned.tasks is not None
+    for variant in variants:
+        assert variant.train["per_device_train_batch_size"] * variant.train["gradient_accumulation_steps"] == 64
+        assert variant.train["max_steps"] == (8392 if is_mathpile else 11444)
+        assert "bf16" not in variant.train, "the default follows the device"
+        assert variant.train.get("trainable") == ("all" if variant.name == "Base" else None)
+
+
+def test_later_file_makes_a_papers_table_small(tmp_path):
+    room = write_room(tmp_path)
+    words = [f"base={room / 'base'}", f"train.corpus={room / 'corpus'}", "train.sequence_length=64"]
+    words += [f"domain.articles={room / 'stars.txt'}", "tasks.data=questions"]
+    arguments = read("midus-1", *words, small=True)
+    # Others need more layers than the base has.
+    few = {name: arguments.variants[name] for name in ("LESA", "MIDUS-HML")}
+    planned, variants = plan(dataclasses.replace(arguments, variants=few))
+    check(planned, variants)
+    assert [variant.name for variant in variants] == ["LESA", "MIDUS-HML"]
+    assert {variant.train["max_steps"] for variant in variants} == {50}
+    assert planned.texts == {"articles": str(room / "stars.txt")} and "piqa" in planned.tasks.names

@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 
 from midus_hf.compare import running
-from midus_hf.compare.options import Comparison, VariantOptions
+from midus_hf.compare.plan import Comparison, Run, Variant, VariantOptions
+from midus_hf.compare.run import Point, Result, request_of, write_result
 from midus_hf.compare.running import collect, run_all
-from midus_hf.compare.runs import Point, Result, Run, Variant, write_result
+from midus_hf.config.errors import RequestError
 
 CONTROLS = {
     "one-row": {"options": {"n": 1}, "trainable": []},
@@ -66,7 +68,7 @@ class PretendedRuns:
 
     def do(self, words, *, input, stdout, stderr, text, check) -> SimpleNamespace:
         """Stand in for `subprocess.run`."""
-        assert words[1:] == ["-m", "midus_hf.compare.running"] and stdout is stderr and text
+        assert words[1:] == ["-m", "midus_hf.compare.run"] and stdout is stderr and text
         values = json.loads(input)
         run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
         behaviour = self.behaviour.get(run.name, {})
@@ -77,7 +79,7 @@ class PretendedRuns:
             one, loss = comparison(self.folder), behaviour.get("loss", 2.0)
             curve = [Point(step, {"plants": 2.0, "herbs": loss if step else 3.0}) for step in (0, 4)]
             names = {"control": run.variant.control, "control_of": run.variant.control_of}
-            told = {"request": run.request(one), "origin": values["inputs"], **names}
+            told = {"request": request_of(run, one), "origin": values["inputs"], **names}
             write_result(run.folder(one), Result(run.variant.name, run.rate, run.seed, curve, **told))
         return SimpleNamespace(returncode=behaviour.get("exits", 0))
 
@@ -87,7 +89,7 @@ def pretended(tmp_path, monkeypatch) -> PretendedRuns:
     monkeypatch.chdir(tmp_path)
     path = PretendedRuns(tmp_path)
     monkeypatch.setattr(running, "subprocess", SimpleNamespace(run=path.do))
-    monkeypatch.setattr("midus_hf.compare.runs.hash_base", lambda base: f"digest of {base}")
+    monkeypatch.setattr("midus_hf.compare.run.hash_base", lambda base: f"digest of {base}")
     return path
 
 
@@ -148,23 +150,19 @@ def test_only_added_runs_are_done(pretended):
     assert all(path.read_bytes() == content for path, content in results.items())
 
 
-# What runs do, the rates and the rest of a variant, its runs of two seeds after its first, and how many are missing.
-NAN = {"loss": float("nan")}
+# Runs that fail, the rates and the rest of a variant, its runs of two seeds after its first, and how many are missing.
 NOT_DONE = {
-    "a rate that failed": ({"a/0.01/seed-0": {"exits": 1}}, [ONE, TWO], {}, ["a/0.01/seed-0", "a/0.001/seed-1"], 1),
-    "a rate of no number": ({"a/0.01/seed-0": NAN}, [ONE, TWO], {}, ["a/0.01/seed-0", "a/0.001/seed-1"], 0),
-    "no rate that is a number": ({"a/0.001/seed-0": NAN}, [ONE], MEMORY, [], 3),
+    "a rate": (["a/0.01/seed-0"], [ONE, TWO], {}, ["a/0.01/seed-0", "a/0.001/seed-1"], 1),
+    "the only rate": (["a/0.001/seed-0"], [ONE], MEMORY, [], 4),
     "a null control": (
-        {"a+one-row/0.001/seed-1": {"exits": 1}}, [ONE], MEMORY,
-        ["a/0.001/seed-1", "a+one-row/0.001/seed-0", "a+one-row/0.001/seed-1"], 1,
+        ["a+one-row/0.001/seed-1"], [ONE], MEMORY, ["a/0.001/seed-1", "a+one-row/0.001/seed-0", "a+one-row/0.001/seed-1"], 1
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("behaviour", "rates", "memory", "others", "missing"), NOT_DONE.values(), ids=NOT_DONE)
-def test_rate_without_a_finite_loss_is_not_chosen(pretended, behaviour, rates, memory, others, missing):
-    pretended.behaviour, variants = behaviour, [variant("a", rates, **memory)]
-    failing = [key for key, one in behaviour.items() if "exits" in one]
+@pytest.mark.parametrize(("failing", "rates", "memory", "others", "missing"), NOT_DONE.values(), ids=NOT_DONE)
+def test_other_runs_follow_a_failed_one(pretended, failing, rates, memory, others, missing):
+    pretended.behaviour, variants = {name: {"exits": 1} for name in failing}, [variant("a", rates, **memory)]
     assert list(pretended.run(variants, seeds=[0, 1])) == failing
     assert pretended.names() == ["base", "a/0.001/seed-0", *others]
     results, counted = pretended.collect(variants, seeds=[0, 1])
@@ -176,32 +174,35 @@ def change_control(folder: Path) -> None:
     path.write_text(path.read_text().replace('"n": 1', '"n": 2'))
 
 
-OTHER_TEXT = "base was done with another content of the corpus or of a text; expected the same. .*remove .*base.json"
-# What changes a file, keys of the comparison and of the variant, and what is said of it.
+# What changes a file, keys of the comparison, and the run that is refused.
 CHANGED = {
-    "base": ("", {"base": "other"}, {}, "base was done with another base; expected the same. Give the variant another name"),
-    "steps": ("", {}, {"train": {"corpus": "corpus", "max_steps": 8}}, "a/0.001/seed-0 was done with another train;"),
-    "a control": (change_control, {}, {}, r"a\+one-row/0.001/seed-0 was done with another upscale;"),
-    "content of the base": ("base", {}, {}, "base was done with another content of the base; expected the same."),
-    **{name: (name, {}, {}, OTHER_TEXT) for name in ("corpus", "plants.txt", "herbs.txt")},
-}  # fmt: skip
+    "base": ("", {"base": "other"}, "base"),
+    "steps": ("", {"train": {"corpus": "corpus", "max_steps": 8}}, "base"),
+    "a control": (change_control, {}, "a+one-row/0.001/seed-0"),
+    **{f"content of {name}": (name, {}, "base") for name in ("the base", "corpus", "plants.txt", "herbs.txt")},
+}
 
 
-@pytest.mark.parametrize(("change", "changes", "change_of_variant", "message"), CHANGED.values(), ids=CHANGED)
-def test_result_of_another_request_is_refused(pretended, change, changes, change_of_variant, message, monkeypatch):
-    a = variant("a", **MEMORY)
+@pytest.mark.parametrize(("change", "changes", "run"), CHANGED.values(), ids=CHANGED)
+def test_result_of_another_request_is_refused(pretended, change, changes, run, monkeypatch):
     for name in ("corpus", "plants.txt", "herbs.txt"):
         (pretended.folder / name).write_text("before")
-    pretended.run([a])
+    pretended.run([variant("a", **MEMORY)])
     pretended.names()
     if callable(change):
         change(pretended.folder)
-    elif change == "base":
-        monkeypatch.setattr("midus_hf.compare.runs.hash_base", lambda base: "another")
+    elif change == "the base":
+        monkeypatch.setattr("midus_hf.compare.run.hash_base", lambda base: "another")
     elif change:
         (pretended.folder / change).write_text("after")
-    with pytest.raises(ValueError, match=message):
-        pretended.run([variant("new"), dataclasses.replace(a, **change_of_variant)], **changes)
+    changed = variant("a", **MEMORY)
+    if "train" in changes:
+        changed, run = dataclasses.replace(changed, train=changes["train"]), "a/0.001/seed-0"
+    message = (
+        rf"out/runs/{re.escape(run)}.json was made with another request.*; expected the same, or another output_dir"
+    )
+    with pytest.raises(RequestError, match=message):
+        pretended.run([variant("new"), changed], **changes)
     assert pretended.names() == []
 
 
@@ -233,7 +234,7 @@ def test_process_of_a_run_writes_to_the_log_and_keeps_its_lock(tmp_path, monkeyp
     program.write_text(f"#!/bin/sh\necho printed\nwhile ! test -e {ended}; do sleep 0.05; done\nexit 3\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr("midus_hf.compare.runs.hash_base", lambda base: f"digest of {base}")
+    monkeypatch.setattr("midus_hf.compare.run.hash_base", lambda base: f"digest of {base}")
     one, log = comparison(tmp_path), tmp_path / "out/runs/base.log"
     if not (killed := os.fork()):
         run_all(one, [])
@@ -253,7 +254,7 @@ def test_interruption_ends_the_process_of_a_run(tmp_path, monkeypatch):
     program.write_text(f"#!/bin/sh\necho $$ > {number}; exec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr("midus_hf.compare.runs.hash_base", lambda base: f"digest of {base}")
+    monkeypatch.setattr("midus_hf.compare.run.hash_base", lambda base: f"digest of {base}")
 
     def interrupt(process, timeout=None):
         while not number.exists() or not number.read_text().strip():

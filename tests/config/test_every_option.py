@@ -8,7 +8,7 @@ import typing
 import pytest
 
 from midus_hf.cli.upscale import RunRequest
-from midus_hf.compare.options import Comparison, TaskOptions, VariantOptions
+from midus_hf.compare.plan import Comparison, TaskOptions, VariantOptions
 from midus_hf.config.options import alternatives_of
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.evaluation.evaluate import EvaluationSettings

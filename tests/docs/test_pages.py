@@ -14,7 +14,7 @@ import typer
 from material.smollm2 import GGUF_NAME, GGUF_SHA256, PACKAGE
 from midus_hf.cli import upscale
 from midus_hf.cli.entry_points import COMMANDS
-from midus_hf.compare.options import Comparison
+from midus_hf.compare.plan import Comparison
 from midus_hf.config.errors import install_extra
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.sft import SftArguments

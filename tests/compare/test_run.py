@@ -12,21 +12,18 @@ from compare import fake_results
 from compare.fake_results import result
 from compare.small_comparison import SmallComparison, write_room
 
-from midus_hf.compare import runs
-from midus_hf.compare.runs import (
-    Inputs,
-    Run,
-    Variant,
-    base_run,
-    code_version,
-    hash_base,
-    hash_text,
-    read_result,
-    write_result,
-)
+from midus_hf.compare import run as run_module
+from midus_hf.compare.plan import Run, Variant, base_run
+from midus_hf.compare.run import code_version, hash_base, hash_text, read_result, request_of, write_result
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.version import __version__
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory) -> Path:
+    return write_room(tmp_path_factory.mktemp("room"))
+
 
 VARIANT = Variant("hml", {"method": "midus-hml"}, {"corpus": "corpus", "max_steps": 10}, [{}])
 
@@ -35,21 +32,6 @@ comparison = partial(fake_results.comparison, ["hml"])
 
 def keys(variant: Variant = VARIANT, rate=None, **changes):
     return Run(variant, rate or {}, 3).training_keys(comparison(**changes), "model", Path("run"))
-
-
-@pytest.mark.parametrize(
-    ("train", "tokens"),
-    [
-        ({"max_steps": 10}, 10 * 8 * 2048),
-        ({"max_steps": 1e1, "per_device_train_batch_size": 2, "sequence_length": 32}, 10 * 2 * 32),
-        ({"max_steps": 3, "gradient_accumulation_steps": 4, "sequence_length": 16}, 3 * 4 * 8 * 16),
-        ({"num_train_epochs": 1}, None),
-        ({"max_steps": "many"}, None),
-    ],
-    ids=str,
-)
-def test_tokens_of_a_run_are_counted_before_it(train, tokens):
-    assert dataclasses.replace(VARIANT, train=train).tokens == tokens
 
 
 def test_training_keys_have_what_the_comparison_sets():
@@ -99,12 +81,7 @@ def test_published_results_belong_to_the_comparison_that_made_them():
     texts = request["texts"]
     kinds = {"domain": "addresses", "retention": "articles", "validation": "other_addresses"}
     one = comparison(base=request["base"], train=train, **{kind: {name: texts[name]} for kind, name in kinds.items()})
-    assert Run(Variant("full", None, train, []), full.rate, 0).request(one).items() <= request.items()
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory) -> Path:
-    return write_room(tmp_path_factory.mktemp("room"))
+    assert request_of(Run(Variant("full", None, train, []), full.rate, 0), one).items() <= request.items()
 
 
 def test_digest_of_a_folder_covers_files_and_their_names(tmp_path):
@@ -136,24 +113,23 @@ def test_digest_of_a_base_covers_weights_config_and_tokenizer(room):
 
 def test_each_text_is_read_once_for_all_variants(room, tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(runs, "hash_text", lambda path: read.append(path) or path)
+    monkeypatch.setattr(run_module, "hash_text", lambda path: read.append(path) or path)
     comparing = SmallComparison(room, tmp_path, {"a": {}, "b": {"train": {"corpus": str(room / "corpus" / "1.txt")}}})
-    inputs = Inputs(comparing.comparison)
-    first, second = map(inputs.digests_for, comparing.variants)
+    first, second = map(comparing.digests_for, comparing.variants)
     assert first["data"] != second["data"] and first["base"] == second["base"]
-    assert inputs.digests_for(base_run(comparing.comparison).variant) == first
+    assert comparing.digests_for(base_run(comparing.comparison).variant) == first
     assert sorted(read) == sorted(set(read)) and len(read) == 5
 
 
 def test_result_has_the_origin_of_its_numbers(room, tmp_path):
     comparing = SmallComparison(room, tmp_path, {"full": {}})
-    digests = comparing.inputs.digests_for(comparing.variants[0])
+    digests = comparing.digests_for(comparing.variants[0])
     assert comparing.measure_base().origin == {**digests, "code": code_version()}
 
 
 def test_code_of_a_clone_has_its_commit(tmp_path, monkeypatch):
     (tmp_path / "midus_hf" / "compare").mkdir(parents=True)
-    monkeypatch.setattr(runs, "__file__", str(tmp_path / "midus_hf" / "compare" / "runs.py"))
+    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "midus_hf" / "compare" / "run.py"))
     assert code_version() == __version__
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
     (tmp_path / "midus_hf" / "__init__.py").write_text("")
