@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import midus_hf  # noqa: F401 - registers the classes
 from upscalers.record.provenance import UpscaleReport
+from upscalers.request import Progress
 from upscalers.runs.upscale import upscale
 
 SMALL_MEMORY = {"n": 8, "k": 2}
@@ -30,7 +32,7 @@ SMALL = {"midus-hml": SMALL_MEMORY, "midus-pkm": SMALL_MEMORY, "midus-linear": {
 # Head-wise memories of such sizes, as words of the command `upscale`.
 REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", "k=2", "--no-verify")
 
-# What `strip` puts beside the base that it gives back.
+# What `strip` adds to the base that it gives back.
 RECORD = ("upscale.json",)
 
 
@@ -58,7 +60,7 @@ def with_memory(base: Path, output: Path, **request: Any) -> UpscaleReport:
 
 
 def unverified(base: Path, output: Path, **request: Any) -> Path:
-    """Return the folder of a model with such memories, whose logits nobody compared with the base's."""
+    """Return the folder of a model with such memories, whose logits were not compared with the base's."""
     with_memory(base, output, **{"verify": False, **request})
     return output
 
@@ -163,3 +165,34 @@ def same_tensors(left: Path, right: Path) -> bool:
     """Whether two checkpoints hold the same tensors, byte for byte."""
     first, second = read_tensors(left), read_tensors(right)
     return first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)
+
+
+class Recorder(Progress):
+    """Remembers whether it was shown, warnings, and stages: name, steps announced, and steps told one after the other."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self.stages: list[tuple[str, int, list[int]]] = []
+        self.warnings: list[str] = []
+        self.warn = self.warnings.append
+        self.start, self.finish = (partial(self.shown.append, name) for name in ("start", "finish"))
+
+    def stage(self, name: str, num_steps: int, unit: str = "steps") -> None:
+        self.stages.append((name, num_steps, []))
+
+    def advance(self, num_steps: int = 1) -> None:
+        self.stages[-1][2].append(num_steps)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the stages."""
+        return [name for name, _, _ in self.stages]
+
+    def told_of(self, name: str) -> list[int]:
+        """Return the steps that were told of a stage."""
+        return next(steps for stage, _, steps in self.stages if stage == name)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every stage took the steps it announced."""
+        return all(sum(report) == announced > 0 for _, announced, report in self.stages)

@@ -25,7 +25,7 @@ collect_ignore = [] if importlib.util.find_spec("llama_cpp") else ["test_llama_c
 
 @pytest.fixture(scope="session")
 def shared_base(tmp_path_factory) -> Callable[..., Path]:
-    """A tiny base of a family or type of transformers, saved once; nobody may change it."""
+    """A tiny base of a family or type of transformers, saved once; read-only."""
 
     @cache
     def base(family: str = "llama", **sizes: Any) -> Path:
@@ -40,7 +40,7 @@ def shared_base(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture
 def base(shared_base) -> Path:
-    """The tiny Llama; nobody may change it."""
+    """The tiny Llama; read-only."""
     return shared_base("llama")
 
 

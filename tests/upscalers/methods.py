@@ -20,58 +20,42 @@ SMALL_TABLES = {"n": 8, "k": 4}
 SMALL_TREE = {"sizes": [3, 0, 2], "branching": 3}
 
 _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
-    "midus-hml": (
-        SMALL["midus-hml"],
-        {
-            "": {},
-            "output projection": {"output_projection": True},
-            "output projection and residual": {"output_projection": True, "inner_residual": True},
-            "batch norm": {"query_norm": "batch"},
-        },
-    ),
+    "midus-hml": (SMALL["midus-hml"], {
+        "": {},
+        "output projection": {"output_projection": True},
+        "output projection and residual": {"output_projection": True, "inner_residual": True},
+        "batch norm": {"query_norm": "batch"},
+    }),
     "midus-pkm": (SMALL["midus-pkm"], {"": {}, "bare": {"query_norm": "none", "inner_residual": False}}),
     "midus-linear": (SMALL["midus-linear"], {"": {}, "layer norm": {"query_norm": "layer"}}),
-    "moc": (
-        SMALL_CHAPTERS,
-        {
-            "": {},
-            "own": {"share": "none", "site": "behind-layer"},
-            "neighbours": {"share": "every:2", "layers": 3},
-            "per token": {"routing": "token"},
-            "per sequence": {"routing": "sequence"},
-        },
-    ),
-    "ultramem-v2": (
-        SMALL_TABLES,
-        {
-            "": {},
-            "zero projection": {"zero": "projection"},
-            "ring": {"share": "ring:4"},
-            "no square": {"share": "ring:2", "layers": [0, 1, 3]},
-            "heads, no pre-values": {"heads": 2, "rank": 3, "pre_value_width": 0},
-            "skip": {"site": "skip", "span": 2},
-        },
-    ),
-    "engram": (
-        {"rows": 199, "width": 16, "hash_heads": 4, "compress": False},  # bases of the table have no tokenizer
-        {
-            "": {},
-            "no convolution, one order": {"kernel": 0, "max_order": 2},
-            "behind layers": {"site": "behind-layer"},
-        },
-    ),
-    "moda": (
-        {},
-        {
-            "": {},
-            "reused": {"joining": "interpolated", "attention_slots": "reused"},
-            "attention": {"joining": "interpolated", "attention_slots": "reused", "ffn_slots": False},
-            "projected": {"attention_slots": "projected", "bias": True},
-            "some": {"layers": [0, 2, 3]},
-        },
-    ),
+    "moc": (SMALL_CHAPTERS, {
+        "": {},
+        "own": {"share": "none", "site": "behind-layer"},
+        "neighbours": {"share": "every:2", "layers": 3},
+        "per token": {"routing": "token"},
+        "per sequence": {"routing": "sequence"},
+    }),
+    "ultramem-v2": (SMALL_TABLES, {
+        "": {},
+        "zero projection": {"zero": "projection"},
+        "ring": {"share": "ring:4"},
+        "no square": {"share": "ring:2", "layers": [0, 1, 3]},
+        "heads, no pre-values": {"heads": 2, "rank": 3, "pre_value_width": 0},
+        "skip": {"site": "skip", "span": 2},
+    }),
+    # Bases of the table have no tokenizer.
+    "engram": ({"rows": 199, "width": 16, "hash_heads": 4, "compress": False}, {
+        "": {}, "no convolution, one order": {"kernel": 0, "max_order": 2}, "behind layers": {"site": "behind-layer"},
+    }),
+    "moda": ({}, {
+        "": {},
+        "reused": {"joining": "interpolated", "attention_slots": "reused"},
+        "attention": {"joining": "interpolated", "attention_slots": "reused", "ffn_slots": False},
+        "projected": {"attention_slots": "projected", "bias": True},
+        "some": {"layers": [0, 2, 3]},
+    }),
     **{f"hier-{kind}": (SMALL_TREE, {"": {}}) for kind in ("ffn", "kv", "lora-qk", "lora-vo", "lora-ffn")},
-}
+}  # fmt: skip
 
 KINDS: dict[str, dict[str, Any]] = {
     f"{method}, {name}" if name else method: {"method": method, "options": {**small, **options}}
@@ -132,7 +116,7 @@ def arguments_of(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Made:
-    """A base, what a method made of it, and the report of that; nobody may change them."""
+    """A base, what a method made of it, and the report of that; read-only."""
 
     kind: str
     base: Path

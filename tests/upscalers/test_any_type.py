@@ -54,8 +54,8 @@ DENSE = {"solar": {}, "lesa": {"hidden_size": 8, "epochs": 1}, "avg-deus": {}, "
 OPTIONS = {**MEMORY, **DENSE}
 # Linear attention, shared keys and values, experts in two layouts, a parallel layer, fused projections, latent attention, Mamba.
 SAMPLE = ["qwen3_5_text", "gemma4_text", "gpt_oss", "mixtral", "cohere", "phi3", "deepseek_v3", "bamba"]
-# Norms that multiply by 1 + weight and have biases; norms behind alone; fused projections; a feed-forward network of two
-# matrices; layers of several kinds; experts behind a dense layer; sinks; a mixer beside attention; buffers.
+# Norms that multiply by 1 + weight and have biases; only norms after; fused projections; a feed-forward network of two
+# matrices; layers of several kinds; experts after a dense layer; sinks; a mixer next to attention; buffers.
 DENSE_SAMPLE = [
     "nemotron", "exaone4", "phi3", "starcoder2", "qwen3_5_text", "deepseek_v3", "granite_swa", "falcon_h1", "apertus", "gemma",
 ]  # fmt: skip
@@ -191,7 +191,7 @@ def test_lesa_predicts_only_matrices(model_type, make):
 
 
 EXPERTS = r"layer \d, whose feed-forward network is a mixture of experts; .* no counterparts in another"
-# A config counts dense layers in front of experts alone, and values may have another width than in the tiny model of the proof.
+# A config counts only dense layers before experts, and values may have another width than in the tiny model of the proof.
 SIZES = {"deepseek_v3": {"first_k_dense_replace": 2}, "mimo_v2_flash": {"v_head_dim": 4, "head_dim": 8}}
 # Type, words of the command, and what is said.
 REFUSED = [

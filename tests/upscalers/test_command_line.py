@@ -1,4 +1,4 @@
-"""The `upscale` command: options, configuration file, JSON, tables, exit statuses, and dry runs from `config.json` alone."""
+"""The `upscale` command: options, configuration file, JSON, tables, exit statuses, and dry runs from only `config.json`."""
 
 import json
 import re

@@ -47,7 +47,7 @@ def write_names(path, names):
 
 @pytest.fixture(scope="module")
 def learned(spoken_base, tmp_path_factory):
-    """Return a model with rows for the n-grams of a corpus; nobody may change it."""
+    """Return a model with rows for the n-grams of a corpus; read-only."""
     folder = tmp_path_factory.mktemp("learned")
     options = {**EXACT, "corpus": str(write_corpus(folder / "texts"))}
     upscale(base=spoken_base, method="engram", output=folder / "out", options=options, verify=False)

@@ -149,7 +149,7 @@ def test_config_record_and_inspect_agree(made):
         (memory,) = made.config["memory"]
         named = {"name"} if memory["site"] != "inserted" else set()
         known = {"type", "site", "layers", *entry["options"]} | named
-        # Options of one site alone, and of what engram is made from.
+        # Options of only one site, and of what engram is made from.
         made_from = {"span", "corpus", "compress", "min_documents", "names"}
         assert known - made_from <= memory.keys() <= known
         assert inspected["memory"] == [memory]
@@ -214,7 +214,7 @@ def test_card_command_reproduces_the_model(made, command, tmp_path):
 
 
 SECOND = ["midus-hml", "midus-pkm", "midus-linear", "moc", "ultramem-v2", "moda", "hier-ffn", "hier-kv", "llama-pro"]
-# A kind that is trained, and the one that is made of it: the second stands behind every kind of the first.
+# A kind that is trained, and the one that is made of it: the second stands after every kind of the first.
 STACKS = [
     *zip(SECOND, SECOND[4:] + SECOND[:4], strict=True),
     *(("hier-lora-ffn", "hier-lora-ffn"), ("solar", "llama-pro"), ("solar", "moc"), ("midus-hml", "solar")),

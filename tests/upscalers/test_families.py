@@ -1,4 +1,4 @@
-"""What is read of a model from config.json alone: names, shapes and roles of tensors, and implied layer types."""
+"""What is read of a model from only config.json: names, shapes and roles of tensors, and implied layer types."""
 
 import json
 from dataclasses import replace
@@ -174,7 +174,7 @@ def test_type_is_never_read_as_another():
         assert family_of({"model_type": f"midus_{model_type}"}) == family
 
 
-# What a config says beside the usual sizes, of Gemma 3 unless another type is named; `...` is left out.
+# What a config says in addition to the usual sizes, of Gemma 3 unless another type is named; `...` is left out.
 REFUSED = [
     ({"model_type": ...}, "config.json has model_type = None; expected one of: llama, qwen2, qwen3, gemma2, gemma3_text"),
     ({"model_type": ["llama"]}, r"config.json has model_type = \['llama'\]"),

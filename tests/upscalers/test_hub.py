@@ -87,10 +87,11 @@ def pushed(model, tmp_path):
 
 
 def test_model_pushed_from_python_has_code_and_weights(base, hub, tmp_path):
-    for name, model in pushed(load(unverified(base, tmp_path / "out")), tmp_path):
+    out = unverified(base, tmp_path / "out")
+    for name, model in pushed(load(out), tmp_path):
         files = hub.repositories[name].files
-        assert files["modeling_midus.py"] == (tmp_path / "out" / "modeling_midus.py").read_bytes()
-        assert json.loads(files["config.json"])["auto_map"] == config_of(tmp_path / "out")["auto_map"]
+        assert files["modeling_midus.py"] == (out / "modeling_midus.py").read_bytes()
+        assert json.loads(files["config.json"])["auto_map"] == config_of(out)["auto_map"]
         with torch.no_grad():
             assert torch.equal(model(prompt()).logits, logits(base))
 
@@ -168,8 +169,8 @@ def test_refused_upload_asks_the_hub_only_what_is_needed(base, hub, command, ref
     hub.repositories["org/base"] = Repository(files_of(base))
     assert command("--base", base, *REQUEST, "--push-to-hub", "others/x", "--dry-run").status == 0
     assert hub.requests == []
-    done = command("--base", base, *REQUEST[:-1], "--push-to-hub", "me/x", "--num-new-layers", "9")
-    refused(done, "num-new-layers is 9", None)
+    words = (*REQUEST[:-1], "--push-to-hub", "me/x", "--num-new-layers", "9")
+    refused(command("--base", base, *words), "num-new-layers is 9", None)
     assert hub.requests == [("GET", "/api/whoami-v2")]
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     refused(command(*DOWNLOADED, "--push-to-hub", "me/x"), MAY_NOT, None)
@@ -235,20 +236,19 @@ def base_tensors(folder) -> dict[str, bytes]:
 
 
 def test_revision_is_recorded_and_pinned(two_revisions, bases, command, tmp_path):
-    commit, _ = two_revisions.at("v1")
-    done = command("--base", "org/base@v1", *REQUEST)
-    assert done.status == 0, done.err
-    assert base_tensors(tmp_path / "out") == base_tensors(bases[0])
-    record, recipe = record_of(tmp_path / "out"), tmp_path / "recipe.yaml"
-    assert (record["base"]["name"], record["base"]["revision"]) == ("org/base", commit)
-    recipe.write_text(recipe_of(tmp_path / "out"))
+    (commit, _), out, recipe = two_revisions.at("v1"), tmp_path / "out", tmp_path / "recipe.yaml"
+    assert command("--base", "org/base@v1", *REQUEST).status == 0
+    assert base_tensors(out) == base_tensors(bases[0])
+    source = record_of(out)["base"]
+    assert (source["name"], source["revision"]) == ("org/base", commit)
+    recipe.write_text(recipe_of(out))
     assert yaml.safe_load(recipe.read_text())["base"] == f"org/base@{commit}"
     del two_revisions.tags["v1"]
     two_revisions.tags["another"] = files_of(bases[0])  # the commit is still there, the tag is not
     assert command("--config", recipe, "--output", "again", "--no-verify").status == 0
-    assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
+    assert files_of(tmp_path / "again") == files_of(out)
     # What was made from it is found by a revision as well.
-    two_revisions.tags["up"] = files_of(tmp_path / "out")
+    two_revisions.tags["up"] = files_of(out)
     assert command("inspect", "org/base@up", "--json").json()["base"] == "org/base"
     assert command("strip", "org/base@up", "--output", "stripped").status == 0
     assert same_tensors(tmp_path / "stripped", bases[0])
@@ -270,7 +270,7 @@ def test_wrong_revision_is_refused(two_revisions, bases, command, tmp_path, refu
 
 
 def test_one_copy_is_downloaded_index_first(hub, command, tmp_path):
-    """Of a sharded base as some publish it: beside it the same weights in other layouts, and whatever a tokenizer needs."""
+    """Of a sharded base as some publish it: next to it the same weights in other layouts, and whatever a tokenizer needs."""
     folder, index = save_base(tmp_path / "mistral", "mistral", max_shard_size="60KB"), "model.safetensors.index.json"
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     for name in (*OF_THE_MODEL, *SECOND_COPIES):
@@ -300,7 +300,7 @@ def test_repository_without_safetensors_is_refused(hub, bases, command):
     hub.repositories["org/base"] = Repository(files)
     done = command(*DOWNLOADED)
     message = "'org/base' holds consolidated.safetensors; expected model.safetensors or an index of shards"
-    assert done.status == 2 and message in done.err.splitlines()[-1]  # behind bars of the download
+    assert done.status == 2 and message in done.err.splitlines()[-1]  # after bars of the download
 
 
 def test_cached_base_needs_no_hub(hub, bases, command, tmp_path, monkeypatch):

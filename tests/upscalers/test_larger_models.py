@@ -37,7 +37,7 @@ of_types = pytest.mark.parametrize("model_type", by_default(TYPES[:3], TYPES))
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory):
-    """For a type and a method, the folders of the base and of the upscaled model; nobody may change them."""
+    """For a type and a method, the folders of the base and of the upscaled model; read-only."""
 
     @cache
     def base(model_type: str) -> Path:

@@ -102,7 +102,7 @@ def computed_by_transformers(folder: Path, tokens: list[int]) -> tuple[torch.Ten
 
 
 def assert_same(folder: Path, path: Path, tokens: list[int] | None = None) -> None:
-    """Both compute the same logits of a prompt, and the same tokens behind it."""
+    """Both compute the same logits of a prompt, and the same tokens after it."""
     tokens = tokens or prompt(batch=1)[0].tolist()
     actual, made = computed_by_llama_cpp(path, tokens)
     expected, generated = computed_by_transformers(folder, tokens)

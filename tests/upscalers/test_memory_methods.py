@@ -188,7 +188,7 @@ def test_seed_and_memory_decide_initial_blocks(base, tmp_path):
 
 @pytest.fixture(scope="module")
 def once(shared_base, tmp_path_factory):
-    """Return a trained model with a bank of blocks; nobody may change it."""
+    """Return a trained model with a bank of blocks; read-only."""
     folder = tmp_path_factory.mktemp("once")
     unverified(shared_base(), folder / "new", method="hier-ffn", options=SMALL_TREE)
     return trained(folder / "new", folder / "once")

@@ -46,7 +46,7 @@ def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def changed(document: Any, path: tuple[Any, ...], key: Any, value: Any) -> Any:
-    """A copy of a document with `key` set beside what stands at a path, or taken out where the value is `...`."""
+    """A copy of a document with `key` set next to what stands at a path, or taken out where the value is `...`."""
     document = parent = json.loads(json.dumps(document))
     for each in path[:-1]:
         parent = parent[each]

@@ -7,8 +7,7 @@ import shutil
 
 import pytest
 
-from tests.upscalers.checkpoints import REQUEST, SMALL, file_digests, unverified
-from tests.upscalers.solvers.recording import Recorder
+from tests.upscalers.checkpoints import REQUEST, SMALL, Recorder, file_digests, unverified
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import CheckpointFolder

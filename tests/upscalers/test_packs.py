@@ -61,7 +61,7 @@ def made(base, tmp_path, rows=ENTRIES, progress=None, **options):
 
 @pytest.fixture(scope="module")
 def model(base, tmp_path_factory):
-    """Return a model with all entries; nobody may change it."""
+    """Return a model with all entries; read-only."""
     folder = tmp_path_factory.mktemp("model")
     made(base, folder)
     return folder / "out"

@@ -120,7 +120,7 @@ def followed(config: dict[str, Any], indices: list[int]) -> dict[str, Any]:
     return follow_plan(known(config), planned(config, "midus-hml", placement=",".join(map(str, indices))))
 
 
-# What config.json says of layers 0 to 3, and what it says after new layers are inserted as 1 and 4 (beside layers 1 and 3).
+# What config.json says of layers 0 to 3, and what it says after new layers are inserted as 1 and 4 (next to layers 1 and 3).
 FOLLOWING = [
     ({"no_rope_layers": [1, 0, 1, 0]}, {"no_rope_layers": [1, 0, 0, 1, 0, 0]}),
     ({"mlp_only_layers": [0, 3]}, {"mlp_only_layers": [0, 4, 5]}),

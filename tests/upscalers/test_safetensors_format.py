@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tests.upscalers.checkpoints import read_tensors
-from tests.upscalers.solvers.recording import Recorder
+from tests.upscalers.checkpoints import Recorder, read_tensors
 from upscalers.checkpoint.safetensors_format import copy_bytes, layout, read_header, write_all
 from upscalers.request import Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Initialise, RowRange, Rows
@@ -137,7 +136,7 @@ def test_recipes_write_their_tensors(tmp_path, monkeypatch, scan, chunk):
     assert all(torch.equal(results[name], value) for name, (_, _, value) in cases.items())
     ((_, announced, told),) = progress.stages
     assert announced == sum(told) == sum(value.nbytes for _, _, value in cases.values())
-    # Rows alone are copied, and those of zeros read from nowhere; for a scan or another dtype whole sources are read.
+    # Only rows are copied, and those of zeros read from nowhere; for a scan or another dtype whole sources are read.
     whole = a.nbytes + 2 * c.nbytes
     read_for_rows = whole + (whole if scan else 4 * 3 * 4)
     assert written.bytes_read == read_for_rows + 3 * a.nbytes + 3 * b.nbytes + steps.nbytes

@@ -7,6 +7,7 @@ import torch
 
 from tests.upscalers.checkpoints import (
     SMALL_MEMORY,
+    Recorder,
     config_of,
     content_digest,
     edit_config,
@@ -23,7 +24,6 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.dense.requests import REQUESTS
-from tests.upscalers.solvers.recording import Recorder
 from upscalers.checkpoint import safetensors_format as digests
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.runs.inspection import inspect_checkpoint
@@ -183,15 +183,13 @@ def test_digest_is_independent_of_files(tmp_path):
     base = save_base(tmp_path / "base", "gemma2")
     save_base(tmp_path / "sharded", "gemma2", max_shard_size="30KB")
     short = save_base(tmp_path / "short", "gemma2", prefix="")
-    tensors = read_tensors(short)
+    tensors, digest = read_tensors(short), content_digest(read_tensors(base))
     extra = {"layers.2.self_attn.rotary_emb.inv_freq": torch.arange(4.0), "steps": torch.arange(5)}
     write_tensors(short, {**tensors, **extra, "lm_head.weight": tensors["embed_tokens.weight"].clone()})
-    digest = content_digest(read_tensors(base))
     for name in ("base", "sharded", "short"):
         model = unverified(tmp_path / name, tmp_path / f"of-{name}")
         assert config_of(model)["upscale"]["base_sha256"] == digest
-        saved_again(model, tmp_path / f"saved-{name}")
-        assert stripped(tmp_path / f"saved-{name}", tmp_path / f"stripped-{name}") == (True, 0)
+        assert stripped(saved_again(model, tmp_path / f"saved-{name}"), tmp_path / f"stripped-{name}") == (True, 0)
 
 
 def test_strip_command_reports_the_comparison(command, base, tmp_path):

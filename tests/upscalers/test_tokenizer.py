@@ -12,8 +12,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.upscalers.checkpoints import RECORD, REQUEST, edit_config, file_digests, save_base, tensor_files, unverified
-from tests.upscalers.solvers.recording import Recorder
+from tests.upscalers.checkpoints import (
+    RECORD,
+    REQUEST,
+    Recorder,
+    edit_config,
+    file_digests,
+    save_base,
+    tensor_files,
+    unverified,
+)
 from upscalers.checkpoint.source import Source
 from upscalers.checkpoint.tokenizer import keep_tokenizer, name_processors
 from upscalers.edits.checkpoint_edit import shuffle

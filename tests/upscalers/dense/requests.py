@@ -27,7 +27,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 # Methods with the option `identity`, and its default.
 PROMISING = {"llama-pro": "auto", "opt-deus": "auto", "lesa": "none", "avg-deus": "none"}
 
-# Families with norms behind attention and feed-forward network.
+# Families with norms after attention and feed-forward network.
 OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")
 
 
@@ -37,13 +37,13 @@ def upscaled(base: Path, output: Path, method: str, verify: bool = False, **chan
 
 
 def known(config: dict[str, Any]) -> BaseCheckpoint:
-    """A base of which only the config is known."""
+    """A base with only a config."""
     family = family_of(config)
     return BaseCheckpoint(Path(), config, family, layout_of(config), {})
 
 
 def planned(config: dict[str, Any], method: str, num_new_layers=None, placement=None, **options: Any) -> Plan:
-    """The method's plan for a base of which only the config is known."""
+    """The method's plan for a base with only a config."""
     chosen = get_method(method)
     return chosen(parse_options(chosen.options_class, options, method)).plan(known(config), num_new_layers, placement)
 

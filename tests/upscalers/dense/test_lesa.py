@@ -10,10 +10,9 @@ import pytest
 import torch
 from tiny import NUM_LAYERS
 
-from tests.upscalers.checkpoints import layer, read_tensors, record_of, save_base, write_tensors
+from tests.upscalers.checkpoints import Recorder, layer, read_tensors, record_of, save_base, write_tensors
 from tests.upscalers.dense import requests
 from tests.upscalers.dense.requests import known
-from tests.upscalers.solvers.recording import Recorder
 from upscalers.architecture.layer_tensors import Projection
 from upscalers.methods.contract import get_method
 from upscalers.methods.lesa import MatrixPrediction

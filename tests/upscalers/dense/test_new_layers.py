@@ -11,6 +11,7 @@ from midus_hf.cli.upscale import RunRequest
 from midus_hf.config.yaml_options import read_mapping
 from tests.upscalers.checkpoints import (
     SMALL,
+    Recorder,
     layer,
     load,
     logits,
@@ -30,7 +31,6 @@ from tests.upscalers.dense.requests import (
     upscaled_config,
 )
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
-from tests.upscalers.solvers.recording import Recorder
 from upscalers.methods import contract
 from upscalers.methods.contract import METHODS, register_method
 from upscalers.methods.dense_block import DenseMethod
@@ -40,37 +40,32 @@ from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Combine
 
+SOURCES = [
+    ("llama-pro", "llama-pro", [(3,), (7,), (11,), (15,)]),
+    ("llama-pro", "0,1,9,19", [(0,), (0,), (6,), (15,)]),
+    ("avg-deus", "top-heavy", [(12, 11), (13, 12), (14, 13), (15, 14)]),
+    ("avg-deus", "3,4,12", [(3, 2), (3, 2), (10, 9)]),
+]
 
-@pytest.mark.parametrize(
-    ("method", "placement", "sources"),
-    [
-        ("llama-pro", "llama-pro", [(3,), (7,), (11,), (15,)]),
-        ("llama-pro", "0,1,9,19", [(0,), (0,), (6,), (15,)]),
-        ("avg-deus", "top-heavy", [(12, 11), (13, 12), (14, 13), (15, 14)]),
-        ("avg-deus", "3,4,12", [(3, 2), (3, 2), (10, 9)]),
-    ],
-)
+
+@pytest.mark.parametrize(("method", "placement", "sources"), SOURCES)
 def test_new_layers_have_the_documented_sources(method, placement, sources):
     result = planned(tiny_config("llama", num_hidden_layers=16), method, len(sources), placement)
     assert [result.layers[index].sources for index in result.new_indices] == sources
 
 
 def test_llama_pro_copies_all_but_the_zeroed_tensors(native_family, shared_base, tmp_path):
-    base = shared_base(native_family)
+    base, has_norms = shared_base(native_family), native_family in OUTPUT_NORMS
     upscaled(base, tmp_path / "out", "llama-pro")
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    zeroed = GAINS if has_norms else PROJECTIONS
     for index, source in enumerate([0, 1, 1, 2, 3, 3]):
         actual, expected = layer(new, index), layer(old, source)
         assert actual.keys() == expected.keys()
         changed = {name for name in actual if not same_bits(actual[name], expected[name])}
-        if index not in (2, 5):
-            assert not changed
-        elif native_family in OUTPUT_NORMS:
-            assert changed == {"post_attention_layernorm.weight", "post_feedforward_layernorm.weight"}
-            assert all((actual[name] == (0 if native_family == "olmo2" else -1)).all() for name in changed)
-        else:
-            assert changed == {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
-            assert not any(actual[name].any() for name in changed)
+        assert changed == ({f"{name}.weight" for name in zeroed} if index in (2, 5) else set())
+        value = -1 if native_family.startswith("gemma") else 0
+        assert all((actual[name] == value).all() for name in changed)
 
 
 def test_stack_in_another_order_strips(base, tmp_path):
@@ -225,9 +220,8 @@ def test_new_layers_have_the_dtype_of_their_sources(method, tmp_path):
     base = save_base(tmp_path / "base", dtype=torch.bfloat16)
     mixed = {name: t.float() + 2**-12 if "norm" in name else t for name, t in read_tensors(base).items()}
     write_tensors(base, mixed)
-    upscaled(base, tmp_path / "out", method)
-    new = read_tensors(tmp_path / "out")
-    for index in load(tmp_path / "out").config.upscale["new_layers"]:
+    report, new = upscaled(base, tmp_path / "out", method), read_tensors(tmp_path / "out")
+    for index in report.new_layer_indices:
         assert {n: t.dtype for n, t in layer(new, index).items()} == {n: t.dtype for n, t in layer(mixed, 0).items()}
 
 
@@ -262,7 +256,7 @@ def test_combine_computes_in_the_finest_dtype():
 
 
 PROJECTIONS = {"self_attn.o_proj", "mlp.down_proj"}
-# What is zero at first in families without and with norms behind them, and alone has a gradient in the first step.
+# What is zero at first in families without and with norms after them, and only that has a gradient in the first step.
 GAINS = {"post_attention_layernorm", "post_feedforward_layernorm"}
 
 # What one step of AdamW with learning rate 1e-4 from zero gains may change in a logit; measured are 4e-5 to 4e-4.
@@ -311,8 +305,8 @@ def test_biases_of_zero_projections_are_zero_and_train(method, tied, tmp_path):
     model, blocks = new_model(base, tmp_path / "out", method, identity="auto")
     assert torch.equal(logits(base), logits(tmp_path / "out"))
     backward(model)
-    for block in blocks:
-        assert with_gradient(block) == {f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")}
+    zeroed = {f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")}
+    assert all(with_gradient(block) == zeroed for block in blocks)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -9,9 +9,8 @@ import pytest
 import torch
 from pairs import in_turn
 
-from tests.upscalers.checkpoints import config_of, layer, read_tensors, record_of, save_base, write_tensors
+from tests.upscalers.checkpoints import Recorder, config_of, layer, read_tensors, record_of, save_base, write_tensors
 from tests.upscalers.dense.requests import upscaled
-from tests.upscalers.solvers.recording import Recorder
 from tests.upscalers.solvers.test_transport import barycentric, mean_of_sources, plan_by_loop
 from upscalers.runs.inspection import inspect_checkpoint
 
@@ -107,7 +106,7 @@ SHARPER = 8
 
 @pytest.fixture(scope="module")
 def sharp_base(tmp_path_factory):
-    """A base with distances between rows well above the regularization; nobody may change it."""
+    """A base with distances between rows well above the regularization; read-only."""
 
     @cache
     def saved(family: str, biases: bool = False):

@@ -49,7 +49,7 @@ def run(chapters):
 
 @pytest.fixture(scope="module")
 def upscaled(tmp_path_factory):
-    """A folder with a `base`, a model with a bank, `one`, and a model with two banks, `two`; nobody may change them."""
+    """A folder with a `base`, a model with a bank, `one`, and a model with two banks, `two`; read-only."""
     folder = tmp_path_factory.mktemp("upscaled")
     options = {"sizes": [4, 2], "branching": 3}
     base = save_tiny_model("llama", folder / "base")

@@ -69,7 +69,7 @@ def rows(number: int) -> slice:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    """A checkpoint with one bank, which all layers read; nobody may change it."""
+    """A checkpoint with one bank, which all layers read; read-only."""
     return save_chapters(tmp_path_factory.mktemp("chapters") / "model")
 
 

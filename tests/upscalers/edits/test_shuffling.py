@@ -28,7 +28,7 @@ def is_table(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def make(shared_base, tmp_path_factory):
-    """An upscaled checkpoint, as training leaves it: with values in its tables; nobody may change it."""
+    """An upscaled checkpoint, as training leaves it: with values in its tables; read-only."""
 
     @cache
     def made(kind: str) -> Path:

@@ -1,1 +1,1 @@
-"""A made-up memory with a bank: a vector in a file beside the weights, which is added behind a layer."""
+"""A made-up memory with a bank: a vector in a file next to the weights, which is added after a layer."""

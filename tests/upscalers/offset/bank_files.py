@@ -1,4 +1,4 @@
-"""The vector beside a checkpoint."""
+"""The vector next to a checkpoint."""
 
 import shutil
 

@@ -7,7 +7,7 @@ from upscalers.methods.memory_methods import AttachedMemoryMethod
 
 @register_method("offset")
 class OffsetMethod(AttachedMemoryMethod):
-    summary = "a vector behind a layer, in a file beside the weights"
+    summary = "a vector after a layer, in a file next to the weights"
     paper = None
     identity = True
     memory_options = OffsetOptions

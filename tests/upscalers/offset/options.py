@@ -9,7 +9,7 @@ from midus_hf.memories.registry import register_memory
 @register_memory("offset")
 @dataclass(kw_only=True)
 class OffsetOptions(MemoryOptions):
-    """Options of a vector that lies beside the weights."""
+    """Options of a vector that lies next to the weights."""
 
     sites = ("behind-layer",)
 
