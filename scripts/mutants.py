@@ -84,19 +84,21 @@ NEAREST = {
     "midus_hf/evaluation": "tests/evaluation",
     "midus_hf/training": "tests/training --ignore=tests/training/parallel --ignore=tests/training/checkpoints/test_killed_runs.py",
     "midus_hf/training/adapters.py": "tests/adapters/test_runs.py tests/adapters/test_lora.py",
-    "midus_hf/training/arguments.py": "tests/training/test_arguments.py tests/commands/test_training_words.py",
+    "midus_hf/training/arguments.py": "tests/training/test_arguments.py tests/training/test_refusals.py "
+    "tests/commands/test_training_words.py",
     "midus_hf/training/keys.py": "tests/training/test_arguments.py tests/commands/test_training_words.py",
     "midus_hf/memories/hierarchical/training.py": "tests/training/test_blocks.py",
-    "midus_hf/training/checkpoints.py": "tests/training/checkpoints/test_whole_checkpoints.py tests/training/test_run.py",
-    "midus_hf/training/inputs.py": "tests/training/test_loading.py tests/training/test_inputs.py tests/training/test_sharing.py",
-    "midus_hf/training/optim.py": "tests/training/test_optim.py",
+    "midus_hf/training/checkpoints.py": "tests/training/checkpoints tests/training/test_run.py",
+    "midus_hf/training/inputs.py": "tests/training/test_refusals.py tests/training/checkpoints/test_inputs.py "
+    "tests/training/test_output.py",
+    "midus_hf/training/optim.py": "tests/training/test_optim.py tests/training/test_refusals.py",
     "midus_hf/training/row_adamw.py": "tests/training/test_sparse_values.py",
-    "midus_hf/training/output.py": "tests/training/test_run.py tests/training/test_early_checks.py "
-    "tests/training/checkpoints/test_interruption.py tests/training/checkpoints/test_end_of_work.py tests/training/test_sharing.py",
+    "midus_hf/training/output.py": "tests/training/test_run.py tests/training/test_refusals.py "
+    "tests/training/checkpoints/test_interruption.py tests/training/test_output.py",
     "midus_hf/training/parallel.py": "tests/training/parallel/test_sharded.py",
     "midus_hf/training/protection.py": "tests/training/test_protection.py",
-    "midus_hf/training/run.py": "tests/training/test_run.py tests/training/test_run_length.py tests/training/test_early_checks.py "
-    "tests/training/test_protection.py tests/training/checkpoints/test_end_of_work.py",
+    "midus_hf/training/run.py": "tests/training/test_run.py tests/training/test_refusals.py "
+    "tests/training/test_protection.py tests/training/test_output.py",
     "midus_hf/training/sft.py": "tests/sft",
     "midus_hf/training/sft_rows.py": "tests/sft",
     "midus_hf/training/trainer.py": "tests/training/test_run.py tests/training/test_not_finite.py tests/training/test_blocks.py "

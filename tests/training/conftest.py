@@ -6,15 +6,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tiny import FAMILIES
 from training.tiny_run import (
     block_config,
     save_native,
     save_upscaled,
     tiny_config,
+    tiny_tokenizer,
     write_assigned,
     write_corpus,
     write_recipe,
 )
+from transformers import PreTrainedConfig
 
 from midus_hf.training.arguments import TrainArguments
 
@@ -79,6 +82,20 @@ def blocks_for(fetching, assigned, tmp_path):
         return block_config(model, corpus, tmp_path / output, **changes)
 
     return config
+
+
+@pytest.fixture
+def begun(config_for, tmp_path):
+    """Return what gives the options of a run that begins from a config, by default one of a Llama."""
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+
+    def options(output: str = "out", model_config: PreTrainedConfig | None = None, **changes) -> TrainArguments:
+        file = tmp_path / "shape.json"
+        (FAMILIES["llama"].config() if model_config is None else model_config).to_json_file(file, use_diff=False)
+        arguments = {"config_name": str(file), "tokenizer_name": str(tmp_path / "tokenizer"), **changes}
+        return config_for(output, model=Path("m"), **{"model_name_or_path": None, **arguments})
+
+    return options
 
 
 @pytest.fixture

@@ -95,9 +95,7 @@ def test_resume_with_accumulation_matches_full_run(blocks_for, tmp_path, capsys)
     halves = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     parts = assert_resumes(blocks_for, 3, generic_share=0.5, **halves)
     bank, fetched = 3 * 32 * 4 * (4 * 3 + 2 * 9), 3 * 32 * 4 * (4 + 2)
-    report = f"Training new: the bank's blocks as texts fetch them, {fetched:,} of its {bank:,} parameters by each text; the "
-    printed = " ".join(capsys.readouterr().out.split())
-    assert printed.count(report) == 2 and "0 of" not in printed.split("corpus: ")[0]
+    assert " ".join(capsys.readouterr().out.split()).count(f"{fetched:,} of its {bank:,} parameters by each text") == 2
     assert logged(parts, "trained_parameters") == [bank]
     assert_same_blocks(bank_of(tmp_path / "whole"), bank_of(parts))
     checkpoint = tmp_path / "whole" / "checkpoint-3"
@@ -155,7 +153,7 @@ def test_held_out_text_fetches_its_blocks_and_trains_nothing(blocks_for, tmp_pat
 
 def test_held_out_text_of_another_tree_is_refused(blocks_for, tmp_path):
     texts = held_out_rows(tmp_path / "held_out.jsonl", [4, 9])
-    with refused(r"has 3 for level 1 in row 1; expected 0 to 2, or a row of -1"):
+    with refused("has 3 for level 1 in row 1; expected"):
         run_training(blocks_for(eval_text=str(texts)))
     assert not (tmp_path / "out").exists()
 

@@ -46,11 +46,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, config
     options = {"max_steps": 6, "save_steps": 2, "save_total_limit": None, **changes}
     run = PreparedRun(config_for(**options))
     run.trainer.add_callback(AtStep(step, of_gradient(value), "on_step_begin"))
-    with pytest.raises(
-        NotFiniteError,
-        match=rf"gradient norm is (inf|nan) at step {step}; expected a finite number\. Lower the learning rates, and resume from a "
-        r"checkpoint before that step\.",
-    ):
+    with pytest.raises(NotFiniteError, match=rf"norm is (inf|nan) at step {step}; .* Lower the learning rates"):
         run.execute()
     whole = [f"checkpoint-{saved}" for saved in range(2, step, 2)]
     assert files_of(tmp_path / "out") == [*whole, "train_config.yaml"]
@@ -137,7 +133,7 @@ def test_blocks_of_banks_are_looked_at_too(blocks_for, tmp_path):
         return result
 
     bank.leaves = spoiled
-    with pytest.raises(NotFiniteError, match=r"gradient norm is inf at step 3; expected a finite number"):
+    with pytest.raises(NotFiniteError, match="gradient norm is inf at step 3"):
         run.execute()
     assert files_of(tmp_path / "out") == ["checkpoint-2", "train_config.yaml"]
 
@@ -156,9 +152,7 @@ def test_what_a_scaler_of_gradients_leaves_out_is_left_to_it(upscaled, tmp_path)
         norm()
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
     assert norm() == math.inf
-    with pytest.raises(
-        NotFiniteError, match=r"loss is nan at step 1; .* '--debug underflow_overflow' names the first"
-    ):
+    with pytest.raises(NotFiniteError, match=r"loss is nan at step 1; .* '--debug underflow_overflow'"):
         norm(math.nan)
     model.lm_head.weight.data[0, 0] = math.inf
     with pytest.raises(NotFiniteError, match=r"loss is nan, and [\w.]+ holds inf, at step 1"):

@@ -1,13 +1,12 @@
 """What trains, in which groups, at which rates, and in which dtypes tensors are held while they train."""
 
 import dataclasses
-import re
 
 import pytest
 import torch
 from models.upscaled import upscaled_model
 from training.tiny_run import NEW_LAYERS, refused
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from midus_hf.memories.module import MemoryModule
 from midus_hf.training.arguments import MemoryArguments
@@ -16,7 +15,6 @@ from midus_hf.training.optim import (
     cast_for_training,
     group_schedules,
     parameter_groups,
-    resolve_trainable,
     restore_dtypes,
     set_trainable,
 )
@@ -120,20 +118,6 @@ def test_norms_and_biases_of_native_models_do_not_decay(family, trainable, nativ
     assert [names_in(model, group) for group in groups] == [trains - without_decay, without_decay]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"value_schedule": "2x"}, "value_schedule is '2x'; expected one of 'constant', 'fixed', '4x-to-1x', None."),
-        ({"memory_keys": "values"}, "memory_keys is 'values'; expected one of 'constant', 'weights'."),
-        ({"learning_rate": 1}, "no parameter requires a gradient; call set_trainable on the model first."),
-    ],
-    ids=str,
-)
-def test_wrong_values_are_refused(values, message):
-    with refused(re.escape(message)):
-        parameter_groups(torch.nn.Linear(2, 2).requires_grad_(False), Rates(**values))
-
-
 def plateau(*schedules: str):
     groups = [{"params": [torch.zeros(1)], "lr": 1.0, "schedule": schedule} for schedule in schedules]
     optimizer = torch.optim.SGD(groups)
@@ -141,14 +125,12 @@ def plateau(*schedules: str):
     return optimizer, group_schedules(optimizer, 20, **options)
 
 
-def test_a_plateau_lowers_what_follows_the_schedule_alone():
+def test_plateau_lowers_only_what_follows_the_schedule():
     optimizer, scheduler = plateau("fixed", "constant")
     for loss in (3.0, 3.0, 3.0):
         scheduler.step(loss)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 1.0]
-    with refused(
-        r"lr_scheduler_type is 'reduce_lr_on_plateau', whose rate is no multiple .* or another value_schedule"
-    ):
+    with refused("is 'reduce_lr_on_plateau', .* or another value_schedule"):
         plateau("fixed", "4x-to-1x")
 
 
@@ -266,65 +248,3 @@ def test_roles_can_be_kept_from_training(load):
     assert what_trains(model) == every - values != every
     assert report.parameters == report.total_parameters - sum(model.get_parameter(name).numel() for name in values)
     assert "Training all without the value tensors of memories: " in str(report)
-
-
-WORDS = "expected 'auto', 'new', 'all', a list of layer indices, or one of roles"
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        *(
-            ("native", {"upscale": record, "trainable": "auto"}, "and this llama model is a base, not an upscaled model: ")
-            for record in (None, {"trainable": ["new"]})
-        ),
-        *(
-            ("native", {"trainable": layers}, f"is {layers}; expected layers of this llama model (0 <= layer < 6), at least one")
-            for layers in ([], [3, 1, 3], [-1, 2])
-        ),
-        *(
-            ("upscaled", {"upscale": record, "trainable": "new"}, "or set trainable: all")
-            for record in (None, {"new_layers": []})
-        ),
-        ("upscaled", {"upscale": {"new_layers": [1, 6]}, "trainable": "new"}, "names [6], which the model does not have."),
-        *(
-            ("upscaled", {"trainable": trainable}, f"trainable is {trainable!r}; {WORDS}")
-            for trainable in ("none", None, [True])
-        ),
-        ("upscaled", {"trainable": ["router"]}, "is ['router'], but the new memories of this midus_llama model have no"),
-        (
-            "upscaled",
-            {"trainable": "new", "frozen": ["router"]},
-            "frozen is ['router'], but this midus_llama model has no memory tensors of the role 'router' that would",
-        ),
-        (
-            "upscaled",
-            {"trainable": [0], "frozen": ["value"]},
-            "no memory tensors of the role 'value' that would train; leave the role out.",
-        ),
-        (
-            "upscaled",
-            {"trainable": ["value"], "frozen": ["value"]},
-            "frozen is ['value'], which leaves nothing to train; freeze less, or set trainable: all.",
-        ),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_cannot_train_is_refused(kind, options, message, load):
-    model = load(kind, **{key: value for key, value in options.items() if key == "upscale"})
-    with refused(re.escape(message)):
-        set_trainable(model, *(options[key] for key in ("trainable", "frozen") if key in options))
-    if kind == "native":
-        assert what_trains(model) == {name for name, _ in model.named_parameters()}, "nothing was frozen"
-
-
-def test_packs_alone_have_nothing_to_train():
-    memory = [{"type": "packs", "layers": [0]}]
-    upscale = {"trainable": "new", "new_layers": [], "new_memories": ["packs"]}
-    config = AutoConfig.for_model("midus_llama", num_hidden_layers=2, memory=memory, upscale=upscale)
-    message = (
-        "trainable is 'auto' (what upscale added), and packs add texts, no parameters; expected some to train. Set trainable: "
-        "all, or adapters, such as adapters: {r: 16}."
-    )
-    with refused(re.escape(message)):
-        resolve_trainable(config, "auto")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from training.tiny_run import QUIET, document, is_new, refused, tiny_config, tiny_tokenizer
+from training.tiny_run import QUIET, document, is_new, refused, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from trl import SFTConfig
 
@@ -62,7 +62,7 @@ def scene(tmp_path, monkeypatch):
     ],
     ids=["own", "plain", "trl", "trl-packed"],
 )
-def test_what_is_said_for_a_trainer_trains_the_new_layers_alone(
+def test_documented_scripts_train_only_the_new_layers(
     upscaled, scene, monkeypatch, block, trainer_class, options, maximum
 ):
     is_of_trl, rates, plain = trainer_class is None, NotedRates(), Trainer.train
@@ -83,37 +83,6 @@ def test_what_is_said_for_a_trainer_trains_the_new_layers_alone(
     assert is_of_trl or type(settings["trainer"]) is trainer_class
 
 
-OF_A_CLASS = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}
-MADE = {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}
-ROWS = {"sparse_values": True}
-
-
-@pytest.mark.parametrize(
-    ("method", "arguments", "more", "message"),
-    [
-        ("hier-ffn", {"fp16": True}, {}, "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support"),
-        ("hier-ffn", {"optim": "adafactor"}, {}, "which Adafactor does not have; expected an optimizer such as optim: adamw_torch"),
-        ("hier-ffn", {}, OF_A_CLASS, "betas and eps of the run's optimizer, which SGD does not have; expected an optimizer such as"),
-        ("hier-ffn", {}, MADE, "which a Trainer with another optimizer does not have; expected an optimizer such as optim"),
-        ("ultramem-v2", {**ROWS, "optim": "adamw_torch_8bit"}, {}, "optim is 'adamw_torch_8bit'; expected adamw_torch or"),
-        ("ultramem-v2", ROWS, OF_A_CLASS, "the Trainer was given an optimizer, which would be replaced"),
-        ("ultramem-v2", ROWS, MADE, "the Trainer was given an optimizer, which would be replaced"),
-        ("moc", {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is set, with which the Trainer computes the"),
-        ("moc", {}, {"compute_loss_func": print}, "compute_loss_func is set, with which the Trainer computes the loss itself"),
-    ],
-)  # fmt: skip
-def test_what_a_trainer_cannot_do_with_its_arguments_is_refused(
-    method, arguments, more, message, upscaled, corpus, tmp_path
-):
-    model = AutoModelForCausalLM.from_pretrained(upscaled("llama", method))
-    set_trainable(model, "auto")
-    options = tiny_config(None, corpus, tmp_path, config_name="c", tokenizer_name="t")
-    for name, value in arguments.items():
-        setattr(options, name, value)
-    with refused(message):
-        MemoryTrainer(model, options, **more)
-
-
 def test_a_caller_chooses_the_optimizer(upscaled, scene):
     settings, chosen = scene(upscaled("llama")), (torch.optim.SGD, {"lr": 1.0, "momentum": 0.9})
     set_trainable(settings["model"])
@@ -131,7 +100,7 @@ def test_plain_trainer_that_leaves_blocks_is_refused(upscaled, scene):
         trainer_class(model, arguments, train_dataset=rows, data_collator=default_data_collator).train()
 
     set_trainable(model, "all")
-    with refused(r"blocks of a memory bank are set to train, but this trainer leaves them .* expected MemoryTrainer"):
+    with refused("are set to train, but this trainer leaves them .* expected MemoryTrainer"):
         train(Trainer)
     set_trainable(model, [0])
     train(Trainer)

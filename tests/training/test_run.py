@@ -1,20 +1,36 @@
-"""A run trains what it should, leaves the rest as it was, and can be resumed exactly."""
+"""A run trains what it should, leaves the rest as it was, says how far it is, and can be resumed exactly; or makes a new model."""
 
 import json
 import math
+import re
 
 import pytest
 import torch
+import yaml
 from pairs import by_default
 from safetensors.torch import load_file
 from tiny import FAMILIES
 from training.outcomes import assert_resumes, by_step, logged, moved, weights
-from training.tiny_run import NEW_LAYERS, PreparedRun, best_at, give_held_out_losses, is_new, refused, save_upscaled
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from training.tiny_run import (
+    NEW_LAYERS,
+    PreparedRun,
+    best_at,
+    document,
+    give_held_out_losses,
+    is_new,
+    letter_tokenizer,
+    refused,
+    save_upscaled,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from midus_hf import models  # noqa: F401 - registers the families that host memory
+from midus_hf.cli.train import main
+from midus_hf.sources import progress as library_bars
 from midus_hf.training.checkpoints import load_checkpoint
 from midus_hf.training.optim import set_trainable
-from midus_hf.training.run import run_training
+from midus_hf.training.run import measure_texts, run_training
+from midus_hf.training.trainer import MemoryTrainer
 
 
 def test_only_new_tensors_move_and_the_model_loads(family, upscaled, config_for, tmp_path):
@@ -56,17 +72,16 @@ def test_checkpoint_has_trained_tensors_and_two_are_kept(config_for, upscaled, t
     assert [path.name for path in folders] == ["checkpoint-12", "checkpoint-8"]
     files = "inputs.json manifest.json optimizer.pt rng_state.pth scheduler.pt trained.safetensors trainer_state.json"
     assert sorted(path.name for path in folders[0].iterdir()) == files.split()
-    assert set(load_file(folders[0] / "trained.safetensors")) == {
-        name for name in weights(upscaled("llama")) if is_new(name)
-    }
+    new = {name for name in weights(upscaled("llama")) if is_new(name)}
+    assert set(load_file(folders[0] / "trained.safetensors")) == new
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
-    with refused("also has model.layers.1.input_layernorm.weight, so its run trained other tensors"):
+    with refused("also has model.layers.1.input_layernorm.weight"):
         load_checkpoint(model.requires_grad_(False), folders[0])
     set_trainable(model)
     load_checkpoint(model, folders[0])
     saved = weights(tmp_path / "out")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
-    with refused("has no trained.safetensors; expected a checkpoint of a run"):
+    with refused("has no trained.safetensors; expected a checkpoint"):
         load_checkpoint(model, tmp_path)
 
 
@@ -94,15 +109,6 @@ def test_held_out_text_is_measured_and_the_best_model_is_saved(config_for, corpu
     assert is_best("moved")
 
 
-def test_a_refusal_of_held_out_text_names_its_key(config_for, tmp_path):
-    for name, text in (("short", "w5 w6"), ("blank", " ")):
-        (tmp_path / f"{name}.txt").write_text(text)
-    with refused(r"eval_text a has 3 tokens; expected at least one sequence of \d+ tokens"):
-        run_training(config_for(eval_text={"a": str(tmp_path / "short.txt")}, eval_steps=1))
-    with refused(r"eval_text '.*blank.txt' is empty"):
-        run_training(config_for(eval_text=str(tmp_path / "blank.txt"), eval_steps=1))
-
-
 @pytest.mark.parametrize(
     ("family", "bf16"), [*((family, True) for family in by_default(["gemma2"], FAMILIES)), ("llama", False)]
 )
@@ -125,3 +131,154 @@ def test_document_mask_gives_positions_and_no_cache(config_for):
     restarts = batch["position_ids"][:, 1:] == 0
     assert restarts.any()
     assert torch.equal(batch["labels"][:, 1:] == -100, restarts)
+
+
+# Twenty made-up products, each with four sentences that name it.
+FACTS = ("w1", "w22", "w333", "w4", "w555")
+PRODUCTS = [" ".join(f"w{name}0 w{fact} {FACTS[(name + fact) % 5]}" for fact in range(4)) for name in range(20)]
+
+
+def test_short_run_reads_every_fact_in_100_steps(tmp_path, monkeypatch, capsys):
+    model = save_upscaled("llama", tmp_path, tokenizer=letter_tokenizer())
+    read: list[list[int]] = []
+    step = MemoryTrainer.training_step
+
+    def training_step(trainer, model, inputs, *args, **kwargs):
+        assert inputs["input_ids"].shape[1] == 60
+        read.extend(row[row != -100].tolist() for row in inputs["labels"])
+        return step(trainer, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryTrainer, "training_step", training_step)
+    texts, output = tmp_path / "products.jsonl", tmp_path / "out"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in PRODUCTS))
+    tokens = [token for text in PRODUCTS for token in [*letter_tokenizer()(text)["input_ids"], 2]]
+    expected = [tokens[begin : begin + 60] for begin in range(0, len(tokens), 60)]
+    assert 0.01 * len(tokens) < len(expected[-1]) < 60
+    options = ["--sequence_length=60", "--bf16=false", "--save_steps=90"]
+    words = [str(texts), f"--model={model}", f"--output={output}", *options]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    per_epoch = math.ceil(len(expected) / 4)
+    epochs = math.ceil(100 / per_epoch)
+    assert "num_train_epochs=3 (more for fewer than 100 steps)" in err and " few," not in err
+    assert (
+        f"in {len(expected)} sequences of 60, the last padded; {epochs * per_epoch} steps ({epochs} times each)" in out
+    )
+    assert sorted(read) == sorted(expected * epochs)
+    assert "num_train_epochs: null\n" in (output / "train_config.yaml").read_text()
+    assert f"num_train_epochs: {epochs}\n" in (output / "README.md").read_text()
+    losses = logged(output)
+    assert main([*words, f"--resume_from_checkpoint={output / 'checkpoint-90'}"]) == 0
+    assert logged(output) == losses
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "remedy"),
+    [
+        ({"max_steps": 3}, "3 steps (8% of the sequences)", "raise max_steps"),
+        ({"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 20}, "2 steps (once each)", "num_train_epochs=50"),
+        ({"max_steps": 3, "gradient_accumulation_steps": 400}, "3 steps (3 times each)", "raise max_steps"),
+        # 38 batches of 2, in 2 steps an epoch
+        ({"max_steps": 3, "gradient_accumulation_steps": 30}, "3 steps (1.79 times each)", "raise max_steps"),
+        ({"max_steps": 3, "per_device_train_batch_size": 50, "dataloader_drop_last": True}, "3 steps (1.97 times each)", "raise"),
+        ({"max_steps": 30}, "30 steps (79% of the sequences)", None),
+    ],
+)  # fmt: skip
+def test_few_steps_are_said_with_what_gives_more(keys, steps, remedy, config_for, capsys):
+    run_training(config_for(**keys))
+    out, err = capsys.readouterr()
+    assert f"{steps.partition(' (')[0]} are few" in err and remedy in err if remedy else "few" not in err
+    assert f"76 sequences of 16; the last 4 fill no sequence and are dropped; {steps}\n" in out
+
+
+@pytest.mark.parametrize("keys", [{}, {"document_mask": True}, {"dataloader_drop_last": True}], ids=str)
+def test_held_out_loss_is_per_token_at_any_batch_size(keys, config_for, upscaled, corpus, tmp_path):
+    held_out = tmp_path / "held.txt"
+    held_out.write_text(document(16 * 5 + 3, 7))
+    measured = []
+    for size in (1, 2, 3, 8):
+        config = config_for(f"{size}", eval_text={"a": str(held_out)}, per_device_eval_batch_size=size, **keys)
+        measured.append(measure_texts(config)["a"])
+    sequences = PreparedRun(config).trainer.eval_dataset["a"]
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama")).eval()
+    total, tokens = 0.0, 0
+    for row in sequences:
+        labels = torch.tensor([row.get("labels", row["input_ids"])])
+        count = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            total += model(torch.tensor([row["input_ids"]]), labels=labels).loss.item() * count
+        tokens += count
+    assert len(sequences) == 6 and tokens == 15 * 5 + 3
+    assert measured == pytest.approx([total / tokens] * 4, rel=1e-6)
+
+
+def test_progress_of_a_run_is_printed_in_lines_each_minute(config_for, corpus, monkeypatch, capsys):
+    monkeypatch.setattr(library_bars, "_SECONDS_PER_LINE", 0)
+    keys = {"eval_text": str(corpus), "eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}
+    run_training(config_for(max_steps=2, **keys))
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("training:   0%|          | 0/2 ") for line in lines)
+    assert any(line.startswith("evaluating:   0%|          | 0/") for line in lines)
+
+
+MEMORIES = {
+    "midus-hml": {"type": "midus-hml", "n": 4, "k": 2, "layers": [1]},
+    "chapters": {"type": "moc", "memory_tokens": 32, "chapters": 8, "k": 2, "chunk_size": 4, "layers": [1, 3]},
+}
+
+
+def shape(memory: str | None) -> PreTrainedConfig:
+    """The config of a Llama, with a memory or without."""
+    native = FAMILIES["llama"].config()
+    if memory is None:
+        return native
+    values = {key: value for key, value in native.to_dict().items() if key != "model_type"}
+    return AutoConfig.for_model("midus_llama", **values, memory=[MEMORIES[memory]])
+
+
+@pytest.mark.parametrize("memory", by_default(["chapters"], [None, *MEMORIES]))
+def test_new_model_trains_whole_and_is_saved_with_its_card(memory, begun, tmp_path):
+    """Its card names no base, and nothing that is saved names a path of this machine."""
+    run = PreparedRun(begun(model_config=shape(memory), max_steps=60, seed=3))
+    start = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    assert all(parameter.requires_grad for parameter in run.model.parameters())
+    run.execute()
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert trained.keys() == start.keys()
+    # A memory adds zero at first, and what is in front of what starts at zero learns once that has moved.
+    assert [name for name, tensor in start.items() if torch.equal(tensor, trained[name])] == []
+    losses = logged(tmp_path / "out")
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("w5 w7")["input_ids"] == [5, 7]
+    assert "_name_or_path" not in (tmp_path / "out" / "config.json").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    _, front, text = card.split("---\n", 2)
+    assert "base_model" not in yaml.safe_load(front)
+    assert text.startswith("\n# out\n") and str(tmp_path) not in card
+    assert "the weights were initialised at random with seed 3, for the config `shape.json`" in " ".join(text.split())
+    report = yaml.safe_load(re.search(r"```yaml\n(.*)```\n$", card, flags=re.DOTALL)[1])
+    of_origin = {key: value for key, value in report.items() if key.endswith(("_name", "_name_or_path"))}
+    assert of_origin == {"config_name": "shape.json", "tokenizer_name": "tokenizer"} and report["trainable"] == "all"
+
+
+def test_run_that_began_a_new_model_resumes_exactly(begun):
+    assert_resumes(begun, 2, max_steps=4)
+
+
+def test_new_model_from_a_folder_follows_the_seed(upscaled, begun, tmp_path):
+    upscaled_model = upscaled("llama")
+    run = PreparedRun(begun(config_name=str(upscaled_model)))
+    saved = AutoModelForCausalLM.from_pretrained(upscaled_model).state_dict()
+    made = run.model.state_dict()
+    again, other = (
+        PreparedRun(begun(name, config_name=str(upscaled_model), seed=seed)).model.state_dict()
+        for name, seed in (("again", 42), ("other", 2))
+    )
+    assert made.keys() == saved.keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in made.items())
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(made[name], saved[name]) and not torch.equal(made[name], other[name])
+    assert not hasattr(run.model.config, "upscale")
+    for trainable in ("new", ["value"]):
+        with refused("config of this midus_llama model records no new"):
+            PreparedRun(begun("new", config_name=str(upscaled_model), trainable=trainable))

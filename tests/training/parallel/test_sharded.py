@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -106,9 +107,7 @@ def test_two_processes_train_as_one(words, corpus, tmp_path):
     assert_close_weights(one, shared)
     (tmp_path / "texts" / "003.txt").write_text(document(60, 77))
     run = run_ranks(MIDUS, "train", *words, *more, "--resume_from_checkpoint=true", COLUMNS="120")
-    assert (
-        run.returncode == 2 and run.stderr.count("whose sequences of tokens are not those that the run to resume") == 1
-    )
+    assert run.returncode == 2 and run.stderr.count("whose sequences of tokens are not those") == 1
 
 
 @pytest.mark.parametrize(
@@ -138,13 +137,12 @@ def told_to_shard(monkeypatch):
 
 def test_a_run_that_does_not_shard_as_it_should_is_refused(words, told_to_shard, tmp_path, capsys):
     assert main(words) == 2
-    message = "accelerate was started with FSDP, which does not shard on cpu: all processes would hold whole models. Start it"
-    assert message in capsys.readouterr().err
+    assert "accelerate was started with FSDP, which does not shard on cpu" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_the_first_kind_of_fsdp_is_refused():
-    with refused(r"fsdp_version is 1, which flattens parameters, .* expected 2, as in configs/acc"):
+    with refused("fsdp_version is 1, .* expected 2"):
         _prepare_fsdp(FullyShardedDataParallelPlugin(fsdp_version=1), torch.nn.Linear(2, 2))
 
 
@@ -203,14 +201,15 @@ def test_checkpoint_of_other_sharding_is_not_resumed(tmp_path, file, stage):
     if SAVED[file] == here:
         check_checkpoint(trainer, tmp_path)
         trainer.is_deepspeed_enabled, here = False, "hold whole models"
-    with refused(f"was saved by processes that {SAVED[file]}, and these {here}; resume it as the run"):
+    with refused(f"was saved by processes that {SAVED[file]}, and these {here}; resume it"):
         check_checkpoint(trainer, tmp_path)
     trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled = False, True
-    if "FSDP" in SAVED[file]:
+    with (
+        nullcontext()
+        if "FSDP" in SAVED[file]
+        else refused(f"{SAVED[file]}, and these share parameters by FSDP; resume")
+    ):
         check_checkpoint(trainer, tmp_path)
-    else:
-        with refused(f"was saved by processes that {SAVED[file]}, and these share parameters by FSDP; resume it"):
-            check_checkpoint(trainer, tmp_path)
 
 
 def test_zero3_save_gathers_once_and_keeps_ties(tmp_path):
@@ -265,9 +264,9 @@ def test_load_unsharded_restores_deepspeed_config(zero_three):
 
 def test_adapters_are_refused_where_weights_are_cut(words, zero_three, capsys):
     assert main([*words, "--adapters={r: 2}"]) == 2
+    said = capsys.readouterr().err
     assert (
-        "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 shards; expected processes that hold whole models. "
-        "Start the run with configs/accelerate/ddp.yaml." in capsys.readouterr().err
+        "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 shards" in said and "ddp.yaml" in said
     )
 
 
@@ -279,23 +278,13 @@ def test_a_matrix_that_was_cut_decays_as_a_matrix():
     assert groups["decay"][0] is matrix and groups["no_decay"][0] is norm
 
 
-OF_FILE = "the file of DeepSpeed"
-ROUNDED = (
-    r"DeepSpeed casts a whole model to {0}: 0\.weight, which is frozen in float32, would be rounded; expected fp32, or a "
-    r"model in {0}\. Start it with configs/accelerate/fsdp2\.yaml\."
-)
-IN_PLACE = "which would replace the run's groups and rates"
+ROUNDED = r"casts a whole model to {0}: 0\.weight, .* would be rounded; expected fp32, or a model in {0}\. Start it"
 REFUSED_BY_DEEPSPEED = [
-    *(
-        (False, {section: {"type": "AdamW"}}, f"{OF_FILE} has a section '{section}', {IN_PLACE}")
-        for section in ("optimizer", "scheduler")
-    ),
-    (True, {}, "bf16 is set, and " + ROUNDED.format("bfloat16")),
+    *((False, {name: {"type": "AdamW"}}, f"has a section '{name}', which would replace") for name in ("optimizer", "scheduler")),
+    (True, {}, "bf16 is set, and .*" + ROUNDED.format("bfloat16")),
     # accelerate leaves what the file says as it is.
-    *(
-        (False, {key: {"enabled": True}}, f"{OF_FILE} sets {dtype}, and " + ROUNDED.format(dtype))
-        for key, dtype in (("bf16", "bfloat16"), ("fp16", "float16"))
-    ),
+    *((False, {key: {"enabled": True}}, f"file of DeepSpeed sets {dtype}, .*" + ROUNDED.format(dtype))
+      for key, dtype in (("bf16", "bfloat16"), ("fp16", "float16"))),
 ]  # fmt: skip
 
 
