@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from training.tiny_run import framing_tokenizer, refused, tiny_tokenizer
-
-from midus_hf.memories.hierarchical.options import BankLayout, FetchedBlocks
+from training.tiny_run import framing_tokenizer, tiny_tokenizer
 
 datasets = pytest.importorskip("datasets")
 
-from midus_hf.data.packing import checked_paths, leaf_sequences  # noqa: E402
+from midus_hf.data.packing import leaf_sequences  # noqa: E402
 
 EOS, T = 2, 5
 # The path of each text, and how many words it has; EOS makes one token more.
@@ -20,9 +18,9 @@ def words(number: int, count: int) -> list[str]:
     return [f"w{10 + 15 * number + index}" for index in range(count)]
 
 
-def rows(paths=None, **columns):
+def rows():
     texts = [" ".join(words(number, count)) for number, (_, count) in enumerate(ROWS)]
-    return datasets.Dataset.from_dict({"text": texts, "path": paths or [path for path, _ in ROWS], **columns})
+    return datasets.Dataset.from_dict({"text": texts, "path": [path for path, _ in ROWS]})
 
 
 def expected(depth=2) -> list[tuple[list[int], list[list[int]]]]:
@@ -92,20 +90,3 @@ def test_leaf_sequences_begin_with_the_prefix(apart):
         [first, 20, 21, 22, EOS],
         [first, 30, 31, EOS, -100],
     ]
-
-
-@pytest.mark.parametrize(
-    "path, message",
-    [
-        (None, "path_column is 'path', but the model has no memory that fetches blocks"),
-        ([0, 0, 0], r"column 'path' of the corpus is \(6, 3\), torch.int64; expected integers \[batch, 2\]"),
-        ([1, 4], "has 4 for level 2 in row 0; expected 0 to 3, or a row of -1"),
-        ([2, 0], "has 2 for level 1 in row 0; expected 0 to 1, or a row of -1"),
-        ([1, 1], "has 1 for level 2 in row 0, which is no child of node 1; expected 2 to 3. Take paths of the tree"),
-    ],
-)
-def test_paths_of_another_tree_are_refused(path, message):
-    banks = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}
-    checked_paths(rows([[-1, -1], [1, 2]] * 3), banks, "path")
-    with refused(message):
-        checked_paths(rows(path and [path] * 6), banks if path else {}, "path")

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from training.tiny_run import EOS_ID, document, framing_tokenizer, refused, tiny_tokenizer
+from training.tiny_run import EOS_ID, document, framing_tokenizer, tiny_tokenizer
 
 hypothesis = pytest.importorskip("hypothesis")
 datasets = pytest.importorskip("datasets")
@@ -16,35 +16,12 @@ given, st = hypothesis.given, hypothesis.strategies
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=30), min_size=1, max_size=12),
-    st.integers(2, 12),
-    st.integers(1, 4),
-)
-def test_packing_keeps_tokens_in_order_and_restarts_positions(token_lists, length, texts_a_batch):
-    row = list(itertools.chain(*token_lists))
-    is_first = [index == 0 for tokens in token_lists for index in range(len(tokens))]
-    packer, packed = Packer(length, documents_apart=True), {"input_ids": [], "position_ids": [], "labels": []}
-    for begin in range(0, len(token_lists), texts_a_batch):
-        for name, rows in packer({"input_ids": token_lists[begin : begin + texts_a_batch]}).items():
-            packed[name] += [list(map(int, each)) for each in rows]
-    whole = len(row) // length * length
-    assert list(itertools.chain(*packed["input_ids"])) == row[:whole]
-    expected, position = [], 0
-    for index in range(whole):
-        position = 0 if is_first[index] or index % length == 0 else position + 1
-        expected.append(position)
-    assert list(itertools.chain(*packed["position_ids"])) == expected
-    labels = [-100 if first else token for first, token in zip(is_first[:whole], row, strict=False)]
-    assert list(itertools.chain(*packed["labels"])) == labels
-
-
-@given(
     st.lists(st.lists(st.integers(10, 19), max_size=30), min_size=1, max_size=12),
     st.integers(4, 12),
     st.integers(1, 4),
-    st.sampled_from([[1], [1, 0], [1, 0, 2]]),
+    st.sampled_from([[], [1], [1, 0], [1, 0, 2]]),
 )
-def test_sequences_begin_with_prefix_without_loss(contents, length, texts_a_batch, beginning):
+def test_packing_keeps_order_and_adds_the_prefix_without_loss(contents, length, texts_a_batch, beginning):
     token_lists = [[*beginning, *content, EOS_ID] for content in contents]
     stream = [(token, place) for tokens in token_lists for place, token in enumerate(tokens)]
     packer, packed = Packer(length, True, beginning), {"input_ids": [], "position_ids": [], "labels": []}
@@ -56,8 +33,8 @@ def test_sequences_begin_with_prefix_without_loss(contents, length, texts_a_batc
         added = min(stream[0][1], len(beginning))
         read, stream = stream[: length - added], stream[length - added :]
         assert ids[added:] == [token for token, _ in read]
-        # What goes on with a text is one document with what is put in front of it.
-        starts = [*(at == 0 for at in range(added)), *(place == 0 for _, place in read)]
+        # What goes on with a text is one document with what is put in front of it, and a sequence begins one.
+        starts = [True, *[at == 0 for at in [*range(added), *(place for _, place in read)]][1:]]
         assert [position == 0 for position in positions] == starts
         assert all(after in (0, before + 1) for before, after in itertools.pairwise(positions))
         assert labels == [-100] * added + [-100 if place == 0 else token for token, place in read]
@@ -149,13 +126,6 @@ def test_separate_texts_continue_after_the_prefix():
     }
 
 
-def test_sequences_without_room_for_text_are_refused():
-    with refused(
-        "sequence_length is 2, and the tokenizer puts 2 tokens before every text; expected sequences of more"
-    ):
-        packed_sequences(rows(["w5 w6 w7"]), framing_tokenizer("<bos> <pad> $A"), 2, documents_apart=False)
-
-
 def test_a_remainder_of_a_hundredth_is_dropped_and_said():
     for words, dropped in ((1615, 16), (1616, 0)):
         packed = packed_sequences(rows([document(words, 1)]), tiny_tokenizer(), 1600, documents_apart=False)
@@ -178,14 +148,3 @@ def test_short_row_is_padded_and_masked():
     apart = collate([{**short, "labels": [-100, 6], "position_ids": [0, 1]}], 4, EOS_ID)
     assert apart["position_ids"].tolist() == [[0, 1, 0, 1]] and apart["labels"].tolist() == [[-100, 6, -100, -100]]
     assert "attention_mask" not in apart
-
-
-def test_what_makes_no_sequence_is_refused():
-    tokenizer = tiny_tokenizer()
-    with refused(r"has 2 tokens; expected at least one sequence of 1,000 tokens"):
-        packed_sequences(rows(["w5"]), tokenizer, 1000, documents_apart=False)
-    with refused("embeds"):
-        packed_sequences(rows(["w5 w6 w7"]), tokenizer, 4, documents_apart=False, vocab_size=6)
-    tokenizer.eos_token = None
-    with refused("the tokenizer has no EOS token, which ends every document"):
-        packed_sequences(rows(["w5"]), tokenizer, 4, documents_apart=False)

@@ -223,21 +223,6 @@ def test_stream_says_where_blank_texts_begin(tmp_path, capsys):
     assert "corpus: all 33 texts (24 of them blank, and left out) of '" in ended and not others
 
 
-@pytest.mark.parametrize(
-    ("texts", "world", "message"),
-    [
-        ({"a": TEXTS, "b": TEXTS[:1]}, 2, r"corpus of rank 1 \(1 of 2 files\) has 4 tokens; expected at least one sequence"),
-        ({"a": TEXTS[:1]}, 2, r"corpus of rank 1 \(1 text in 2\) has 0 tokens; expected at least one sequence of 16 tokens"),
-        ({"a": TEXTS, "b": [" "]}, 2, r"corpus of rank 1 \(1 of 2 files\) begins with 1 texts of '.*/b.jsonl' that are blank"),
-    ],
-)  # fmt: skip
-def test_rank_without_enough_text_is_refused(texts, world, message, tmp_path):
-    for name, of_file in texts.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in of_file))
-    with refused(message):
-        streamed(str(tmp_path), rank=1, world_size=world)
-
-
 def test_shuffled_pass_has_each_sequence_once(tmp_path):
     corpus = write(tmp_path / "texts", "jsonl")
     rows = list(packed_sequences(read_corpus(corpus), tiny_tokenizer(), T, documents_apart=False).sequences)
@@ -298,42 +283,6 @@ def test_a_repository_and_sources_of_several_kinds_are_streamed(tmp_path, monkey
     ):
         whole = packed_sequences(read_corpus(corpus), tiny_tokenizer(), T, documents_apart=False).sequences
         assert_same(taken(streamed(corpus), len(whole)), list(whole))
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("x.jsonl", '{"body": "w4"}\n', "begins with 1 texts of '.*/x.jsonl' that are blank or missing under 'text'; set text_"),
-        ("x.jsonl", '{"text": "w4"}\n{"text": 7}\n', "corpus has the file '.*/x.jsonl', which .*: row 2 has 7 under 'text';"),
-        ("x.jsonl", '{"text": "w4"}\nw5\n', r"corpus has the file '.*/x.jsonl', which cannot be read: line 2 is no JSON.* Repair"),
-        ("x.csv", "body\nw4\n", "corpus has no column 'text', only body; set text_column"),
-    ],
-)  # fmt: skip
-def test_unreadable_streams_are_refused(file, content, message, tmp_path):
-    (tmp_path / file).write_text(content)
-    with refused(message):
-        streamed(str(tmp_path / file))
-
-
-def test_rows_without_the_column_and_of_numbers_are_refused(tmp_path):
-    datasets.Dataset.from_dict({"text": [7], "path": [[1, 2]]}).to_parquet(tmp_path / "x.parquet")
-    with refused(
-        "corpus, after 0 texts, in '.*/x.parquet', has 7 under 'text'; expected text. Set text_column to the column that"
-    ):
-        streamed(str(tmp_path / "x.parquet"))
-    with refused("corpus '.*' has no column 'body', only text, path; set text_column"):
-        stream_rows("corpus", str(tmp_path / "x.parquet"), ["body"])
-
-
-def test_paths_of_another_tree_are_refused_where_they_come(tmp_path):
-    rows = [{"text": document(9, 1), "path": [0, 1], "memory_tree": tree * 64} for tree in "aaab"]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    banks = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}
-    options = {"read_paths": partial(checked_paths, banks=banks, path_column="path"), "path_column": "path"}
-    texts = stream_rows("corpus", str(tmp_path / "rows.jsonl"), ["text", "path", "memory_tree"])
-    stream = StreamedSequences(texts, tiny_tokenizer(), T, documents_apart=True, **options)
-    with refused("corpus, after 3 texts, has paths of another tree under 'memory_tree'; expected paths of one tree"):
-        taken(stream, 9)
 
 
 def test_a_process_may_end_within_a_file_of_parquet(tmp_path):

@@ -1,13 +1,11 @@
 """`midus sft` from the outside: what it prints, what it writes, how it exits."""
 
 import dataclasses
-import re
 import shutil
 
 import pytest
 import yaml
 from sft.tiny_chats import chat, prepared, write_rows
-from training.tiny_run import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from trl import ModelConfig, ScriptArguments, SFTConfig
 
@@ -28,21 +26,12 @@ def words(base, chats, tmp_path) -> list[str]:
     return [str(recipe), *(f"--{key}={value}" for key, value in given.items())]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--packing=true", "--truncation_mode=keep_end"], "truncation_mode is 'keep_end', and packing keeps the first tokens"),
-        (["--dataset_name=nothing.jsonl"], "dataset_name is "),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, more, message, tmp_path, monkeypatch, capsys):
+def test_missing_rows_are_told_in_one_line(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "nothing.jsonl", [])
-    assert main([*words, *more]) == 2
-    err = capsys.readouterr().err
-    assert err.splitlines()[-1].startswith(f"midus sft: {message}") and len(err.splitlines()) <= 2, err
-    assert not (tmp_path / "out").exists()
+    assert main([*words, "--dataset_name=nothing.jsonl"]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert err[-1].startswith("midus sft: dataset_name is ") and len(err) <= 2 and not (tmp_path / "out").exists()
 
 
 def test_wrong_chat_is_named_by_file_and_row(words, tmp_path, capsys):
@@ -50,8 +39,7 @@ def test_wrong_chat_is_named_by_file_and_row(words, tmp_path, capsys):
     can = [{"messages": chat(2)}, {"messages": [{"role": "assistant", "content": "what is it?"}, *chat(1)]}]
     data = write_rows(tmp_path / "x.jsonl", [*can, {"messages": [{"role": "usr", "content": "q"}, chat(1)[1]]}])
     assert main([*words, f"--dataset_name={data}"]) == 2
-    message = f"row 3 of '{data}' has the role 'usr', which no template knows; expected one of"
-    assert message in capsys.readouterr().err
+    assert f"row 3 of '{data}' has the role 'usr', which no template knows; expected" in capsys.readouterr().err
     write_rows(data, can)
     assert main([*words, f"--dataset_name={data}"]) == 0
     assert "2 sequences, " in capsys.readouterr().out
@@ -60,9 +48,7 @@ def test_wrong_chat_is_named_by_file_and_row(words, tmp_path, capsys):
 def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):
     monkeypatch.setattr(command, "_NEEDED", ("datasets", "no_such_package"))
     assert main(words) == 2
-    assert capsys.readouterr().err == (
-        f"midus sft: midus sft needs no_such_package, not installed; {install_extra('train')}.\n"
-    )
+    assert f"midus sft needs no_such_package, not installed; {install_extra('train')}." in capsys.readouterr().err
     assert main(["--help"]) == 0, "which needs none"
 
 
@@ -87,24 +73,6 @@ def test_each_key_that_trl_adds_works_or_is_refused():
     assert SftArguments(**NEEDED, include_num_input_tokens_seen="no").include_num_input_tokens_seen == "no"
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"loss_type": "dft"}, "loss_type is 'dft'; expected 'nll': the loss is computed by the model, with the terms of its"),
-        ({"model_init_kwargs": {"a": 1}}, "model_init_kwargs is {'a': 1}; expected None: a run loads its model itself"),
-        ({"trust_remote_code": True}, "trust_remote_code is True; expected False: a run executes no code"),
-        ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "dataset_kwargs is {'skip_prepare_dataset': True}; expected None"),
-        ({"dataset_text_field": "body"}, "dataset_text_field is 'body'; expected 'text': rows are chats"),
-        ({"eval_packing": False}, "eval_packing is False; expected None: held-out texts are always packed sequences. Leave it out."),
-        ({"padding_free": True}, "padding_free is True; expected False: packing: true leaves padding out, and keeps max_length."),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_key_without_effect_is_refused_by_name(keys, message):
-    with refused(re.escape(message)):
-        SftArguments(**NEEDED, **keys)
-
-
 @pytest.mark.filterwarnings("ignore:`pad_token` is deprecated")
 def test_named_special_tokens_are_saved(config_for, tmp_path):
     """And batches are padded as far as is said."""
@@ -113,9 +81,8 @@ def test_named_special_tokens_are_saved(config_for, tmp_path):
     run.execute()
     tokenizer, config = (kind.from_pretrained(tmp_path / "out") for kind in (AutoTokenizer, AutoConfig))
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_start|>")
-    assert [config.eos_token_id, config.pad_token_id] == tokenizer.convert_tokens_to_ids(
-        ["<|im_end|>", "<|im_start|>"]
-    )
+    ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+    assert [config.eos_token_id, config.pad_token_id] == ids
 
 
 def test_recipe_with_trl_keys_trains_to_the_default_folder(base, chats, tmp_path, monkeypatch):
@@ -123,14 +90,12 @@ def test_recipe_with_trl_keys_trains_to_the_default_folder(base, chats, tmp_path
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(model)
-    recipe = tmp_path / "sft_config.yaml"
     keys = {"model_name_or_path": str(model), "attn_implementation": "sdpa", "dataset_name": str(chats)}
     keys |= {"dataset_train_split": "train", "max_steps": 2, "max_length": 96, "packing": False, "report_to": "none"}
     keys |= {"assistant_only_loss": True, "lr_scheduler_type": "cosine", "optim": "adamw_torch", "bf16": False}
-    recipe.write_text(yaml.safe_dump(keys))
+    (tmp_path / "sft_config.yaml").write_text(yaml.safe_dump(keys))
     of_trl = map(dataclasses.fields, (ScriptArguments, SFTConfig, ModelConfig))
-    names = {field.name for fields in of_trl for field in fields}
-    assert keys.keys() <= names
+    assert keys.keys() <= {field.name for fields in of_trl for field in fields}
     monkeypatch.chdir(tmp_path)
-    assert main([str(recipe)]) == 0
+    assert main(["sft_config.yaml"]) == 0
     AutoModelForCausalLM.from_pretrained(tmp_path / "trainer_output")

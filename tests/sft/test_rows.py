@@ -1,15 +1,13 @@
 """Rows of every format become what TRL reads; what would be lost is refused by row and key, and what is not read is named."""
 
 import json
-import re
 import types
 
 import pytest
 from datasets import Dataset
 from sft.tiny_chats import character_tokenizer, write_rows
-from training.tiny_run import refused, tiny_tokenizer
 
-from midus_hf.training.sft_rows import CHATML, read_chats, set_template
+from midus_hf.training.sft_rows import CHATML, read_chats
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be kind"}
@@ -121,81 +119,3 @@ def test_columns_and_keys_that_are_not_read_are_named(tmp_path, capsys):
     rows = [{"messages": [{**USER, "id": 1}, ANSWER], "category": "x", "source": "y"}]
     read(write_rows(tmp_path / "x.jsonl", rows))
     assert "not read: category, source, messages.id" in capsys.readouterr().err
-
-
-REFUSED = {
-    "dataset_name is 'DATA', whose rows have text; expected the columns of a format (messages; conversations;": {"text": "a"},
-    "row 2 of 'DATA' has a message with weight: 0, which": {"messages": [USER, {**ANSWER, "weight": 0}]},
-    "row 2 of 'DATA' has a message with weight: 0.5, which": {"messages": [USER, {**ANSWER, "weight": 0.5}]},
-    "row 2 of 'DATA' has a message with train: False, which": {"messages": [{**USER, "train": False}, ANSWER]},
-    "row 2 of 'DATA' has a message with loss: False, which": {"messages": [USER, {**ANSWER, "loss": False}]},
-    "row 2 of 'DATA' has a message with loss_mask: 0, which": {"messages": [USER, {**ANSWER, "loss_mask": 0}]},
-    "has 'system' and a system message. Leave one of them out": {"messages": [SYSTEM, USER, ANSWER], "system": "a"},
-    "row 2 of 'DATA' has 'messages': 'Hi'; expected a list of messages. Correct it, or": {"messages": "Hi"},
-    "row 2 of 'DATA' has 'messages': None; expected a list of messages": {"messages": None},
-    "row 2 of 'DATA' has 'messages': [1]; expected a list of messages": {"messages": [1]},
-    "has a message of the user with the content None; expected text": {"messages": [{"role": "user"}, ANSWER]},
-    "has a message of the user with the content [{'type': 'text'}]; expected text": {
-        "messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWER]
-    },
-    "has 'tool_calls' in a message of the user; expected one of": {"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]},
-    "has the call {'arguments': '{}'} in 'tool_calls'; expected a name and": {
-        "messages": [USER, {**ANSWER, "tool_calls": [{"arguments": "{}"}]}]
-    },
-    "row 2 of 'DATA' has 'arguments of add', which is not JSON: Expecting": {
-        "messages": [USER, {**ANSWER, "tool_calls": [{"name": "add", "arguments": "{"}]}]
-    },
-    "row 2 of 'DATA' has 'tools', which is not JSON": {"messages": [USER, ANSWER], "tools": "["},
-    "has 'chat_template_kwargs': ['a']; expected an object": {"messages": [USER, ANSWER], "chat_template_kwargs": '["a"]'},
-    "has 'a(b', which the chat template does not write": {"messages": [USER, ANSWER], "chat_template_kwargs": {"a(b": 1}},
-    "has the role 'usr', which no template knows; expected one of system,": {"messages": [{**USER, "role": "usr"}, ANSWER]},
-    "row 2 of 'DATA' has an empty answer; expected text. Fill it in, or": {"messages": [USER, {**ANSWER, "content": " "}]},
-    "row 2 of 'DATA' has no answer; expected a message of the assistant": {"messages": [USER]},
-    "row 2 of 'DATA' has 'tools', which the chat template does not write": {"messages": [USER, ANSWER], "tools": '[{"name": "add"}]'},
-    "row 2 of 'DATA' has 'tool_calls', which the chat template does not": {"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]},
-    "row 2 of 'DATA' has 'thinking', which the chat template does not": {"messages": [USER, {**ANSWER, "thinking": "hm"}]},
-    "row 1 of 'DATA' has 'system', which only chats have": {"prompt": "a", "completion": "b", "system": "c"},
-    "row 1 of 'DATA' has 'tools', which only chats have": {"prompt": "a", "completion": "b", "tools": "[{}]"},
-    "row 1 of 'DATA' has 'completion': None; expected text": {"prompt": "a", "completion": None},
-    "row 1 of 'DATA' has an empty answer; expected text. Fill it in": {"prompt": "a", "completion": " "},
-    "row 1 of 'DATA' has 'completion': 'Hello'; expected a list of messages": {"prompt": [USER], "completion": "Hello"},
-    "row 1 of 'DATA' has 'prompt': []; expected a list of messages": {"prompt": [], "completion": [ANSWER]},
-    "row 1 of 'DATA' has 'instruction': 1; expected text": {"instruction": 1, "output": "a"},
-    "row 1 of 'DATA' has an empty instruction; expected text": {"instruction": "", "output": "a"},
-    "row 1 of 'DATA' has an empty answer": {"instruction": "a", "output": " "},
-    "row 1 of 'DATA' has 'history': ['ab']; expected a list of pairs": {"instruction": "a", "output": "b", "history": ["ab"]},
-    "row 1 of 'DATA' has a message with weight: 0, which": {
-        "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 0}]
-    },
-    "row 1 of 'DATA' has 'reasoning_content', which the chat template": {
-        "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "reasoning_content": "hm"}]
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_lossy_rows_are_refused(message, tmp_path):
-    row = REFUSED[message]
-    data = write_rows(tmp_path / "x.jsonl", [{"messages": [USER, ANSWER]}, row] if "messages" in row else [row])
-    with refused(re.escape(message.replace("DATA", str(data)))):
-        read(data)
-
-
-def test_template_must_write_what_rows_hold(tmp_path):
-    own, data = tmp_path / "own.jinja", tmp_path / "x.parquet"
-    Dataset.from_list([{"messages": [{**USER, "thinking": ""}, {**ANSWER, "thinking": "hm"}]}]).to_parquet(data)
-    own.write_text(
-        "{# message.thinking #}<thinking>{% if thinking %}{% endif %}" + CHATML
-    )  # text and comments write nothing
-    with refused(r"has 'thinking', which the chat template does not write\. Set chat_template_path"):
-        read(data, template=str(own))
-    tokenizer = character_tokenizer()
-    own.write_text(CHATML.replace("message['content'] +", "message.thinking + message['content'] +"))
-    assert len(read(data, tokenizer, str(own))) == 1 and tokenizer.chat_template == own.read_text()
-    for tokenizer, template, message in (
-        (character_tokenizer(), None, "tokenizer has no chat template; set chat_template_path to chatml"),
-        (character_tokenizer(), "absent", "chat_template_path is 'absent'; expected chatml, or a file"),
-        (tiny_tokenizer(), "chatml", "whose tokens .* this tokenizer lacks"),
-    ):
-        with refused(message):
-            set_template(tokenizer, template)

@@ -58,16 +58,10 @@ def test_bank_model_notes_what_chats_read(without_ids, read, config_for, base, t
         model = tmp_path / "generic"
         hierarchical_model("llama", "hier-ffn", tmp_path / "bank", without_ids="generic").save_pretrained(model)
         character_tokenizer().save_pretrained(model)
-    if without_ids == "none":
-        with refused(
-            "nothing is trained: trainable is 'auto', which is only the bank's blocks, and chats fetch none of them; expected"
-        ):
-            prepared(config_for(model=model, trainable="auto"))
-        assert not (tmp_path / "out").exists()
     prepared(config_for(model=model, trainable="all"))
     printed = " ".join(capsys.readouterr().out.split())
     assert ("chats have no paths" in printed) == (read is not None)
-    assert read is None or f"they, and held-out text, {read}, in training and where the model is measured" in printed
+    assert read is None or f"they, and held-out text, {read}" in printed
 
 
 def learned(row) -> str:
@@ -89,39 +83,6 @@ def test_own_template_and_trl_versions_find_answers(own, config_for, base, tmp_p
     assert run.tokenizer.chat_template == (own.read_text() if own else qwen2_5_chat_template)
 
 
-@pytest.mark.parametrize(
-    ("template", "row", "options", "message"),
-    [
-        (
-            CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", ""), None, {},
-            "chat template does not mark answers, .*; expected a template with {% generation %}. Pass --chat_template_path chatml",
-        ),
-        (
-            REFUSES.format("'say 3' in messages[0].content") + CHATML, None, {},
-            "row 4 of .* is refused by the chat template: no. Correct",
-        ),
-        (CHATML.replace("assistant'", "Assistant'"), None, {}, "and TRL refuses a row of it: .*has no assistant tokens"),
-        (
-            CHATML, {"messages": chat(1)}, {"completion_only_loss": True},
-            "completion_only_loss is true, .* whose rows have no completion; expected the columns prompt and",
-        ),
-        (CHATML, {"messages": chat(1)}, {"max_length": 4}, "which has no answer to learn from within 4 tokens"),
-        (  # The one label of the data is the first token of a fragment, which nothing predicts.
-            CHATML, {"prompt": "a" * 8, "completion": "<eos>"},
-            {"packing": True, "packing_strategy": "bfd_split", "max_length": 8},
-            "which has no answer to learn from within 8 tokens. Add data, or raise max_length",
-        ),
-    ],
-)  # fmt: skip
-def test_untrainable_chats_are_refused(template, row, options, message, config_for, base, tmp_path):
-    (tmp_path / "own.jinja").write_text(template)
-    if row is not None:
-        options = {**options, "data": write_rows(tmp_path / "x.jsonl", [row])}
-    with refused(message):
-        prepared(config_for(model=base(), chat_template_path=str(tmp_path / "own.jinja"), **options))
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_error_of_a_device_is_not_taken_for_a_row(config_for, base, monkeypatch):
     """Such as that a model does not fit, which is a RuntimeError as TRL's own are."""
     made = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
@@ -140,7 +101,7 @@ def test_tool_call_outside_answers_is_refused(config_for, base, tmp_path):
     options = {"model": base(), "data": data, "chat_template_path": str(own)}
     own.write_text(inside)
     assert "addlook" in map(learned, prepared(config_for(**options)).trainer.train_dataset)
-    message = r"row 2 of .* has a call of '{}', which the chat template does not write into an answer. Set"
+    message = "row 2 of .* has a call of '{}', which the chat template does not write"
     own.write_text(inside.replace("message.tool_calls", "(message.tool_calls or [])[:1]"))
     with refused(message.format("look")):
         prepared(config_for("last", **options))
@@ -148,19 +109,6 @@ def test_tool_call_outside_answers_is_refused(config_for, base, tmp_path):
     with refused(message.format("add")):
         prepared(config_for("outside", **options))
     prepared(config_for("all", **options, assistant_only_loss=False))
-
-
-def test_arguments_of_calls_are_learned_as_they_are_written(config_for, base, tmp_path):
-    given = [{"n": None, "m": 1}, {"n": 3}, {"n": 2.5}, {"n": "4"}, {"day": "2004-01-25"}, {"n": 1 / 3 + 1e-3}]
-    calls = [[{"name": "f", "arguments": arguments}] for arguments in given]
-    rows = [{"messages": [chat(1)[0], {"role": "assistant", "tool_calls": call}]} for call in calls]
-    own = tmp_path / "own.jinja"
-    call = "{% for call in message.tool_calls %}{{ call.name + (call.arguments | tojson) }}{% endfor %}"
-    own.write_text(CHATML.replace("{{ message['content'] + '<|im_end|>' }}{% endg", call + "{% endg"))
-    data = write_rows(tmp_path / "x.jsonl", rows)
-    run = prepared(config_for(model=base(), data=data, chat_template_path=str(own), max_length=128))
-    texts = [learned(row).replace(" ", "") for row in run.trainer.train_dataset]
-    assert texts == ["f" + json.dumps(arguments).replace(" ", "") for arguments in given]
 
 
 @pytest.mark.parametrize("ends", ["<|im_end|>", None])
@@ -190,23 +138,17 @@ WHOLE = "<|im_start|>user\nsay 1"
         (MESSAGES, {"completion_only_loss": False}, "it is 1<|im_end|>2<|im_end|>"),
         (MESSAGES, {"assistant_only_loss": False, "completion_only_loss": True}, "2<|im_end|>\n"),
         (TEXTS, {"chat_template_path": None}, " 3<eos>"),
-        (TEXTS, {"chat_template_path": None, "assistant_only_loss": False}, "1 + 2 = 3<eos>"),
         (TEXTS, {"completion_only_loss": False}, "1 + 2 = 3<eos>"),
         (TEXTS, {"assistant_only_loss": False, "completion_only_loss": True}, " 3<eos>"),
-        ({"messages": chat(1)}, {"completion_only_loss": False}, "it is 1<|im_end|>2<|im_end|>"),
     ],
 )  # fmt: skip
 def test_the_loss_is_computed_where_the_arguments_say(row, options, expected, config_for, base, tmp_path, capsys):
-    config = config_for(model=base(), data=write_rows(tmp_path / "x.jsonl", [row]), **options)
-    run = prepared(config)
+    run = prepared(config_for(model=base(), data=write_rows(tmp_path / "x.jsonl", [row]), **options))
     (sequence,) = run.trainer.train_dataset
     text, count = learned(sequence), sum(label != IGNORED_LABEL for label in sequence["labels"])
     assert f"1 sequences, {len(sequence['input_ids'])} tokens, {count} of them with a loss" in capsys.readouterr().out
-    assert (
-        text.startswith(WHOLE) and sequence["labels"] == sequence["input_ids"]
-        if expected == WHOLE
-        else text == expected
-    )
+    is_whole = expected == WHOLE
+    assert text.startswith(expected) and sequence["labels"] == sequence["input_ids"] if is_whole else text == expected
 
 
 def test_tokenizer_end_token_is_learned_once(config_for, base, tmp_path, caplog):
@@ -226,12 +168,15 @@ def test_long_chats_are_cut_and_answerless_rows_left_out(config_for, base, tmp_p
     run = prepared(config_for(model=base("llama"), data=data, max_length=64))
     assert [len(row) <= 64 for row in run.trainer.train_dataset["input_ids"]] == [True]
     said = capsys.readouterr().err
-    assert "1 rows are left out: no answer in the part that is kept" in said
-    assert "1 of 2 rows are longer than max_length, 64 tokens, and keep their first tokens" in said
+    assert (
+        "1 rows are left out: " in said
+        and "1 of 2 rows are longer than max_length" in said
+        and "their first tokens" in said
+    )
     run = prepared(config_for("end", model=base("llama"), data=data, max_length=32, truncation_mode="keep_end"))
     said = capsys.readouterr().err
     assert len(run.trainer.train_dataset) == 2 and "left out" not in said
-    assert "2 of 2 rows are longer than max_length, 32 tokens, and keep their last tokens" in said
+    assert "2 of 2 rows are longer than max_length" in said and "their last tokens" in said
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
@@ -244,7 +189,7 @@ def test_no_packed_sequence_is_without_an_answer(strategy, config_for, base, tmp
     said = capsys.readouterr().err
     what = "keep their first tokens" if strategy == "bfd" else "continue in another sequence, which does not see"
     assert f"1 of 2 rows are longer than max_length, 64 tokens, and {what}" in said
-    assert re.search(rf"[{1 if strategy == 'bfd' else 23}] packed sequences are left out: no answer in the part", said)
+    assert re.search(rf"[{1 if strategy == 'bfd' else 23}] packed sequences are left out", said)
     for labels in run.trainer.train_dataset["labels"]:
         assert any(label != IGNORED_LABEL for label in labels)
     assert run.execute().loss > 0
@@ -285,11 +230,8 @@ def test_fine_tuning_resumes_exactly(config_for, options):
 
 def test_changed_rows_or_glossary_are_not_resumed_over(base, config_for, tmp_path):
     """The same rows under another template are others too."""
-    data, template = (
-        write_rows(tmp_path / "chats.jsonl", [{"messages": chat(number)} for number in range(8)]),
-        tmp_path / "template.jinja",
-    )
-    template.write_text(CHATML)
+    data = write_rows(tmp_path / "chats.jsonl", [{"messages": chat(number)} for number in range(8)])
+    (template := tmp_path / "template.jinja").write_text(CHATML)
     entry = {"name": "Kestrel", "text": "A gateway."}
     glossary = write_rows(tmp_path / "glossary.jsonl", [entry])
     options = {"corpus": str(glossary), "common_names": True}
@@ -303,9 +245,8 @@ def test_changed_rows_or_glossary_are_not_resumed_over(base, config_for, tmp_pat
     }
     finetune(config_for(**keys, save_total_limit=None))
     shutil.rmtree(tmp_path / "out" / "checkpoint-2")
-    expected = r"that the run to resume read \(SHA-256 .*\); put them back, or start a new run in another folder"
-    sequences = f"dataset_name is '.*chats.jsonl', whose sequences of tokens are not those {expected}"
-    beside = rf"model_name_or_path is '.*model', whose files beside the weights \(packs\) are not those {expected}"
+    sequences = "dataset_name is '.*chats.jsonl', whose sequences of tokens are not those .* put them back"
+    beside = r"model_name_or_path is '.*model', whose files beside the weights \(packs\) are not those"
     for path, content, message in (
         (data, data.read_text().replace("it is 3", "it is 4"), sequences),
         (template, CHATML.replace("'\\n' }}{% if", "' ' }}{% if"), sequences),
@@ -327,9 +268,7 @@ def test_chapters_train_with_router_losses_and_frozen_bank(config_for, base, tmp
     model = AutoModelForCausalLM.from_pretrained(base("llama", "moc")).train()
     output = model(**batch, use_cache=False)
     labels = batch["labels"][:, 1:].flatten()
-    answers = torch.nn.functional.cross_entropy(
-        output.logits[:, :-1].flatten(0, 1), labels, ignore_index=IGNORED_LABEL
-    )
+    answers = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels)  # -100 is ignored
     run.execute()
     first = logged(tmp_path / "out")[0]
     assert first == pytest.approx(output.loss.item(), rel=1e-4) and first > answers.item() + 1e-3
@@ -369,12 +308,11 @@ def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
     assert_close_weights(one, two)
 
 
-def test_it_stays_near_the_base_where_it_is_asked_to(config_for, base, tmp_path):
-    options = {"model": base("llama", True), "trainable": "auto", "max_steps": 4}
-    finetune(config_for("without", **options))
-    finetune(config_for("with", base_kl=50.0, **options))
-    assert "base_divergence" not in events(tmp_path / "without")[-1]
-    assert by_step(tmp_path / "with", "base_divergence")[4] > 0
-    assert by_step(tmp_path / "with", "loss")[1] == by_step(tmp_path / "without", "loss")[1]
-    assert moved(tmp_path / "with", tmp_path / "without") <= moved(base("llama", True), tmp_path / "without")
-    assert moved(tmp_path / "with", tmp_path / "without")
+def test_fine_tuning_stays_near_the_base_with_base_kl(config_for, base, tmp_path):
+    model = base("llama", True)
+    for weight in (0.0, 50.0):
+        finetune(config_for(f"{weight}", model=model, trainable="auto", max_steps=4, base_kl=weight))
+    without, kept = tmp_path / "0.0", tmp_path / "50.0"
+    assert "base_divergence" not in events(without)[-1] and by_step(kept, "base_divergence")[4] > 0
+    assert by_step(kept, "loss")[1] == by_step(without, "loss")[1]
+    assert moved(kept, without) and moved(kept, without) <= moved(model, without)

@@ -53,9 +53,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def moved(before: Path, after: Path) -> set[str]:
     """Return the names of the tensors that differ between two saved models, which have the same ones in the same dtypes."""
     of_before, of_after = weights(before), weights(after)
-    assert {name: tensor.dtype for name, tensor in of_before.items()} == {
-        name: tensor.dtype for name, tensor in of_after.items()
-    }
+    dtypes = [{name: tensor.dtype for name, tensor in each.items()} for each in (of_before, of_after)]
+    assert dtypes[0] == dtypes[1]
     return {name for name, tensor in of_before.items() if not torch.equal(tensor, of_after[name])}
 
 
@@ -75,9 +74,8 @@ def assert_same_run(one: Path, other: Path) -> None:
 def assert_same_checkpoint(one: Path, other: Path) -> None:
     """Compare two checkpoints bit by bit: what trained, blocks, and what optimizers know of both."""
     assert (one / "trained.safetensors").read_bytes() == (other / "trained.safetensors").read_bytes()
-    blocks = [
-        {path.name: path.read_bytes() for path in folder.glob("block_states/0/level-*")} for folder in (one, other)
-    ]
+    levels = [folder.glob("block_states/0/level-*") for folder in (one, other)]
+    blocks = [{path.name: path.read_bytes() for path in paths} for paths in levels]
     assert blocks[0] == blocks[1]
     states = [torch.load(folder / "optimizer.pt")["state"] for folder in (one, other)]
     assert states[0] and states[0].keys() == states[1].keys()
@@ -88,10 +86,11 @@ def bank_of(folder: Path, method: str = "hier-ffn") -> MemoryBank:
     return AutoModelForCausalLM.from_pretrained(folder).banks.bank(method)
 
 
-def assert_same_blocks(one: MemoryBank, other: MemoryBank) -> None:
+def assert_same_blocks(one: MemoryBank, other: MemoryBank, rtol: float = 0.0, atol: float = 0.0) -> None:
     for level in one.layout.levels:
         assert one.written(level) == other.written(level)
-        assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
+        for index in one.written(level):
+            torch.testing.assert_close(other.block(level, index), one.block(level, index), rtol=rtol, atol=atol)
 
 
 def assert_close_weights(one: Path, other: Path) -> None:

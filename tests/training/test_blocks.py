@@ -61,9 +61,8 @@ def test_blocks_of_the_base_stay_where_another_memory_trains(fetching, blocks_fo
     assert_same_blocks(bank_of(tmp_path / "out"), bank_of(fetching))
 
 
-def fetched_by_sequence(config) -> list[tuple[tuple, bool]]:
-    """Every sequence of a run, in order, and whether it fetched the generic memory."""
-    run, seen = PreparedRun(config), []
+def test_other_sequences_fetch_the_generic_memory_in_each_epoch(blocks_for):
+    run, seen = PreparedRun(blocks_for(generic_share=0.5, num_train_epochs=4, max_steps=-1)), []
 
     def look(module, args, kwargs):
         generic = (kwargs["memory_ids"] == -1).all(1).tolist()
@@ -71,16 +70,9 @@ def fetched_by_sequence(config) -> list[tuple[tuple, bool]]:
 
     run.trainer.model.register_forward_pre_hook(look, with_kwargs=True)
     run.execute()
-    return seen
-
-
-def test_other_sequences_fetch_the_generic_memory_in_each_epoch(blocks_for):
-    seen = fetched_by_sequence(blocks_for(generic_share=0.5, num_train_epochs=4, max_steps=-1))
-    sequences = sorted({tokens for tokens, _ in seen})
-    of_epoch = [seen[start : start + len(seen) // 4] for start in range(0, len(seen), len(seen) // 4)]
-    assert [len({tokens for tokens, _ in epoch}) for epoch in of_epoch] == [len(sequences)] * 4
-    drawn = [tuple(generic for _, generic in sorted(epoch)) for epoch in of_epoch]
-    assert len(set(drawn)) == 4
+    epochs = [sorted(seen[start : start + len(seen) // 4]) for start in range(0, len(seen), len(seen) // 4)]
+    assert len({tuple(tokens for tokens, _ in epoch) for epoch in epochs}) == 1, "each epoch reads the same sequences"
+    assert len({tuple(generic for _, generic in epoch) for epoch in epochs}) == 4
 
 
 def test_generic_memory_is_drawn_by_place_in_the_run():
@@ -124,11 +116,7 @@ def test_two_processes_agree_on_blocks_and_train_as_one(blocks_for, fetching, as
     run = run_ranks(MIDUS, "train", write_recipe(tmp_path, fetching, assigned, **words))
     assert run.returncode == 0, run.stderr
     assert logged(output, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
-    one, two = bank_of(tmp_path / "one"), bank_of(output)
-    for level in (1, 2):
-        assert one.written(level) == two.written(level)
-        for index in one.written(level):
-            torch.testing.assert_close(two.block(level, index), one.block(level, index), rtol=1e-3, atol=1e-4)
+    assert_same_blocks(bank_of(tmp_path / "one"), bank_of(output), rtol=1e-3, atol=1e-4)
 
 
 def held_out_rows(path: Path, leaves) -> Path:

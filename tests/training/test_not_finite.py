@@ -19,18 +19,11 @@ def of_gradient(value):
     def spoil(model):
         parameter = next(parameter for parameter in model.parameters() if parameter.requires_grad)
 
-        def changed(gradient):
-            gradient = gradient.clone()
-            gradient.view(-1)[0] = value
-            return gradient
-
-        return parameter.register_hook(changed)
+        return parameter.register_hook(
+            lambda gradient: gradient.flatten().index_fill(0, torch.tensor([0]), value).view_as(gradient)
+        )
 
     return spoil
-
-
-def files_of(output):
-    return sorted(path.name for path in output.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -49,7 +42,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, config
     with pytest.raises(NotFiniteError, match=rf"norm is (inf|nan) at step {step}; .* Lower the learning rates"):
         run.execute()
     whole = [f"checkpoint-{saved}" for saved in range(2, step, 2)]
-    assert files_of(tmp_path / "out") == [*whole, "train_config.yaml"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*whole, "train_config.yaml"]
     saved = [load_file(tmp_path / "out" / name / "trained.safetensors").values() for name in whole]
     assert all(tensor.isfinite().all() for tensors in saved for tensor in tensors)
 
@@ -86,10 +79,10 @@ def of_weight(value, dtype=None):
 @pytest.mark.parametrize(
     ("fixture", "save_steps", "spoil", "message"),
     [
-        ("config_for", 2, of_weight(math.nan), r"layers\.4\.self_attn\.q_proj\.weight holds nan at step 4; expected a"),
-        ("config_for", None, of_weight(math.inf), r"layers\.4\.self_attn\.q_proj\.weight holds inf at step 4; expected a"),
+        ("config_for", 2, of_weight(math.nan), r"layers\.4\.self_attn\.q_proj\.weight holds nan at step 4"),
+        ("config_for", None, of_weight(math.inf), r"layers\.4\.self_attn\.q_proj\.weight holds inf at step 4"),
         ("config_for", None, of_weight(1e6, torch.float16), r"q_proj\.weight holds inf at step 4"),  # that cannot hold it
-        ("blocks_for", 2, of_block, r"block \d+ of level \d holds nan at step 4; expected a finite number"),
+        ("blocks_for", 2, of_block, r"block \d+ of level \d holds nan at step 4"),
     ],
     ids=["checkpoint", "model", "dtype-of-the-model", "blocks"],
 )  # fmt: skip
@@ -109,12 +102,11 @@ def test_what_is_frozen_may_be_what_it_is(config_for, tmp_path):
     """A model may hold infinite numbers that nothing reads, and does not train them."""
     run = PreparedRun(config_for(max_steps=1))
     run.execute()
-    frozen, trained = (
-        run.model.get_parameter(f"model.{name}.weight") for name in ("embed_tokens", "layers.1.self_attn.q_proj")
-    )
+    names = ("model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight")
+    frozen, trained = map(run.model.get_parameter, names)
     frozen.data[2] = math.inf
     run.trainer.save_model(str(tmp_path / "saved"))
-    assert weights(tmp_path / "saved")["model.embed_tokens.weight"][2].isinf().all()
+    assert weights(tmp_path / "saved")[names[0]][2].isinf().all()
     trained.data[2] = math.inf
     with pytest.raises(NotFiniteError):
         run.trainer.save_model(str(tmp_path / "saved"))
@@ -135,7 +127,7 @@ def test_blocks_of_banks_are_looked_at_too(blocks_for, tmp_path):
     bank.leaves = spoiled
     with pytest.raises(NotFiniteError, match="gradient norm is inf at step 3"):
         run.execute()
-    assert files_of(tmp_path / "out") == ["checkpoint-2", "train_config.yaml"]
+    assert not (tmp_path / "out" / "checkpoint-4").exists() and (tmp_path / "out" / "checkpoint-2").exists()
 
 
 def test_what_a_scaler_of_gradients_leaves_out_is_left_to_it(upscaled, tmp_path):

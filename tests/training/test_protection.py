@@ -1,6 +1,7 @@
 """Protected texts keep their logits while an n-gram memory learns others, and the certificate says which texts they are."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -14,7 +15,7 @@ from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT
 from midus_hf.training.protection import compare_texts
 from midus_hf.training.run import run_training
 from tests.tiny import FAMILIES, save_tiny_model
-from tests.training.tiny_run import document, letter_tokenizer, tiny_config, tiny_tokenizer, write_corpus
+from tests.training.tiny_run import document, letter_tokenizer, refused, tiny_config, tiny_tokenizer, write_corpus
 from upscalers.runs.upscale import upscale
 
 MEMORY = "model.layers.1.memories.ngram.value_table"
@@ -94,9 +95,7 @@ def test_the_whole_of_a_long_text_is_compared(trained):
 
 def test_texts_that_did_not_keep_their_logits_are_not_certified(texts, trained, tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.training.protection.remove_ngrams", lambda model, table, taken: 1)
-    with pytest.raises(
-        RuntimeError, match="2 of the texts of protected, the first of them text 0, have different logits"
-    ):
+    with pytest.raises(RuntimeError, match="2 of the texts of protected, the first of them text 0"):
         run_training(run_of(texts, trained.parent / "model", tmp_path / "run"))
     assert (tmp_path / "run" / "model.safetensors").is_file() and not (tmp_path / "run" / CERTIFICATE).exists()
     assert "Protected texts" not in (tmp_path / "run" / "README.md").read_text()
@@ -114,20 +113,21 @@ def test_retrained_model_loses_or_renews_its_certificate(texts, trained, tmp_pat
     assert named == ["protected 1", "protected 2"]
 
 
-def test_a_line_says_which_ngrams_protected_texts_took(texts, tmp_path, capsys):
-    names = [f"w{number}" for number in range(10, 16)]
-    (tmp_path / "names.jsonl").write_text("".join(json.dumps({"text": name}) + "\n" for name in [*names, "w8 w9"]))
+@pytest.mark.parametrize(
+    ("protected", "line"),
+    [
+        ("w8 w9 w20", "6 of the 7 .* (85.7%); protected texts have 'w8 w9'"),
+        ("w14 w13 w12 w11 w10 w9", "2 of the 7 .* (28.6%); .* 'w10', 'w11', 'w12', 'w13' and 1 more"),
+        ("w20 w21", "7 of the 7 .* (100.0%)"),
+    ],
+)
+def test_a_line_says_which_ngrams_protected_texts_took(protected, line, texts, tmp_path, capsys):
+    names = [*(f"w{number}" for number in range(10, 16)), "w8 w9"]
+    (tmp_path / "names.jsonl").write_text("".join(json.dumps({"text": name}) + "\n" for name in names))
     model = engram(texts, tmp_path, corpus=str(tmp_path / "names.jsonl"), names=True, min_order=1)
-    for protected, line in {
-        "w8 w9 w20": "6 of the 7 n-grams of memory 'ngram' are left to learn with (85.7%); protected texts have 'w8 w9'",
-        "w14 w13 w12 w11 w10 w9": "2 of the 7 n-grams of memory 'ngram' are left to learn with (28.6%); protected texts have 'w10', "
-        "'w11', 'w12', 'w13' and 1 more",
-        "w20 w21": "7 of the 7 n-grams of memory 'ngram' are left to learn with (100.0%)",
-    }.items():
-        (tmp_path / "protected.txt").write_text(protected)
-        run_training(run_of(texts, model, tmp_path / "run", protect=str(tmp_path / "protected.txt"), max_steps=1))
-        shutil.rmtree(tmp_path / "run")
-        assert f"protect: {line}\n" in capsys.readouterr().out
+    (tmp_path / "protected.txt").write_text(protected)
+    run_training(run_of(texts, model, tmp_path / "run", protect=str(tmp_path / "protected.txt"), max_steps=1))
+    assert re.search("protect: " + line.replace("(", r"\(").replace(")", r"\)") + "\n", capsys.readouterr().out)
 
 
 def test_the_certificate_and_the_card_name_texts_and_digests(trained, texts):
@@ -165,7 +165,7 @@ def test_a_resumed_run_protects_the_same_texts_and_no_others(texts, trained, tmp
     assert (output / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
     assert read_certificate(output) == read_certificate(trained)
     (protected / "001.txt").unlink()
-    with pytest.raises(ValueError, match="protect names other texts than the run had when it saved checkpoint-4"):
+    with refused("protect names other texts than the run had"):
         run_training(run_of(texts, trained.parent / "model", output, **keys))
 
 
@@ -181,20 +181,20 @@ def test_a_second_corpus_is_learned_while_the_first_is_protected(texts, trained,
     assert [text["name"] for text in read_certificate(tmp_path / "run")["texts"]] == ["corpus", "protected"]
 
 
-def answer(capsys, *words):
+def answer(capsys, *words) -> str:
     assert look(["touched", *map(str, words)]) in (0, None)
-    return capsys.readouterr()
+    return capsys.readouterr().out
 
 
 def test_touched_tells_from_ids_where_a_text_reads_rows(trained, texts, tmp_path, capsys, monkeypatch):
     words = ["--text", texts / "protected", "--text", texts / "corpus", "--text", texts / "other.txt", "--json"]
-    rows = {row["text"]: row for row in json.loads(answer(capsys, trained, *words).out)["rows"]}
+    rows = {row["text"]: row for row in json.loads(answer(capsys, trained, *words))["rows"]}
     assert rows["protected"] | {"untouched": 2, "reading": 0, "certified": "yes"} == rows["protected"]
     assert rows["other.txt"] | {"untouched": 1, "differing": 0, "certified": "no"} == rows["other.txt"]
     assert 0 < rows["corpus"]["reading"] < rows["corpus"]["differing"] < 1
     monkeypatch.setenv("HOME", str(trained.parent))
-    printed = answer(capsys, f"~/{trained.name}", "--text", texts / "protected", "--prove").out
-    assert "its certificate fits the folder. 2 untouched documents computed: their logits are the same" in printed
+    printed = answer(capsys, f"~/{trained.name}", "--text", texts / "protected", "--prove")
+    assert "its certificate fits the folder. 2 untouched documents computed" in printed
 
 
 def test_touched_counts_what_differs(trained, texts, tmp_path, capsys):
@@ -211,9 +211,9 @@ def test_touched_counts_what_differs(trained, texts, tmp_path, capsys):
     [
         (lambda folder: retrained(folder, TABLE), "does not fit the folder: the table of memory 'ngram' changed"),
         (lambda folder: retrained(folder, TABLE, beside="zz.safetensors"), "the table of memory 'ngram' changed"),
-        (lambda folder: retrained(folder, "model.norm.weight"), "does not fit the folder: a tensor outside the memory changed"),
+        (lambda folder: retrained(folder, "model.norm.weight"), "a tensor outside the memory changed"),
         (lambda folder: tiny_tokenizer(bos_token="<bos>", unk_token="w4").save_pretrained(folder), "the tokenizer"),
-        (lambda folder: edited(folder, rms_norm_eps=0.5), "does not fit the folder: the config changed"),
+        (lambda folder: edited(folder, rms_norm_eps=0.5), "the config changed"),
         (lambda folder: (folder / CERTIFICATE).write_text("[]"), "is not a certificate of midus train; remove it"),
         (None, "has no memory of known n-grams"),
     ],
@@ -242,27 +242,25 @@ def retrained(folder, name, beside=None):
     model.save_pretrained(folder)
 
 
-BY_HIDDEN_STATES = "trains, which chooses rows by hidden states"
 EVERY_TEXT = "trains, which every text reads"
-TO_UPSCALE = "--method engram --set table=exact"
 
 
 @pytest.mark.parametrize(
-    ("model", "changes", "messages"),
+    ("model", "changes", "message"),
     [
-        ("midus-hml", {}, [f"and an inserted layer (midus-hml) {BY_HIDDEN_STATES}", TO_UPSCALE]),
-        ("ultramem-v2", {}, [f"and ultramem (ultramem-v2) {BY_HIDDEN_STATES}", TO_UPSCALE]),
-        ("hashed", {}, ["has table 'hashed' and addressing 'content', where texts share rows"]),
-        ("base", {"trainable": "all"}, [f"{EVERY_TEXT}; expected only memories of known n-grams.", f"upscaled with {TO_UPSCALE}"]),
-        ("model", {"trainable": "all"}, [f"protect is given, and model.embed_tokens.weight {EVERY_TEXT}"]),
-        ("model", {"adapters": {"r": 2}}, ["adapters is set and protect is"]),
-        ("model", {"protect": "nowhere.txt"}, ["protect is 'nowhere.txt', which does not exist"]),
-        ("model", {"protect": "empty.txt"}, ["empty"]),
-        ("model", {"protect": "corpus"}, ["n-grams of memory 'ngram' is left, since protected texts contain all of them"]),
+        ("midus-hml", {}, r"inserted layer \(midus-hml\) trains, which chooses rows by hidden states.*--method engram"),
+        ("ultramem-v2", {}, r"ultramem \(ultramem-v2\) trains, which chooses rows by hidden states.*--set table=exact"),
+        ("hashed", {}, "table 'hashed' and addressing 'content', where texts share rows"),
+        ("base", {"trainable": "all"}, f"{EVERY_TEXT}; expected only memories of known n-grams.*upscaled with"),
+        ("model", {"trainable": "all"}, f"model.embed_tokens.weight {EVERY_TEXT}"),
+        ("model", {"adapters": {"r": 2}}, "adapters is set and protect is"),
+        ("model", {"protect": "nowhere.txt"}, "protect is 'nowhere.txt', which does not exist"),
+        ("model", {"protect": "empty.txt"}, "empty"),
+        ("model", {"protect": "corpus"}, "n-grams of memory 'ngram' is left"),
     ],
     ids=str,
 )  # fmt: skip
-def test_impossible_protection_is_refused(model, changes, messages, texts, trained, upscaled, tmp_path, monkeypatch):
+def test_impossible_protection_is_refused(model, changes, message, texts, trained, upscaled, tmp_path, monkeypatch):
     if model == "hashed":
         folder = engram(texts, tmp_path, table="hashed", corpus=None, rows=199)
     else:
@@ -270,7 +268,6 @@ def test_impossible_protection_is_refused(model, changes, messages, texts, train
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "corpus").symlink_to(texts / "corpus")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError) as refused:
+    with refused(message):
         run_training(run_of(texts, folder, tmp_path / "run", **changes))
-    assert all(message in str(refused.value) for message in messages), refused.value
     assert not (tmp_path / "run").exists()

@@ -83,22 +83,17 @@ def test_tree_may_be_named_by_its_model(blocks_for, made, tmp_path):
 
 
 OF_ANOTHER_TREE = (
-    f"the corpus is of the tree with the fingerprint {OTHER.fingerprint[:16]}..., and the model's bank was trained with "
-    f"{TREE.fingerprint[:16]}...; expected one tree, since a node has another topic in another tree."
+    rf"fingerprint {OTHER.fingerprint[:16]}.*, and the model's bank was trained with {TREE.fingerprint[:16]}"
 )
-OF_ANOTHER_SHAPE = "has 2 levels of 2, and memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3"
 
 
 @pytest.mark.parametrize(
     ("model", "corpus", "keys", "message"),
     [
-        *(
-            ("model", "other.jsonl", keys, re.escape(OF_ANOTHER_TREE))
-            for keys in ({}, {"trainable": "all"}, {"tree": "other"})
-        ),
+        *(("model", "other.jsonl", keys, OF_ANOTHER_TREE) for keys in ({}, {"trainable": "all"}, {"tree": "other"})),
         (None, "tree.jsonl", {"tree": "other"}, rf"corpus belongs to the tree .* {TREE.fingerprint[:16]}.*, and tree .*other"),
         (None, "tree.jsonl", {"tree": "small"}, "expected one tree"),
-        (None, None, {"tree": "small"}, OF_ANOTHER_SHAPE),
+        (None, None, {"tree": "small"}, "has 2 levels of 2, and memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3"),
     ],
 )  # fmt: skip
 def test_texts_and_trees_of_another_tree_are_refused(
@@ -120,17 +115,13 @@ def test_changed_tree_or_bank_is_not_resumed_over(blocks_for, assigned, made, fe
     keys |= {"resume_from_checkpoint": True, "max_steps": 1}
     shutil.rmtree(tmp_path / "tree")
     OTHER.save(tmp_path / "tree")
-    with refused(
-        r"tree is '.*tree', whose nodes are not those that the run to resume read \(SHA-256 .*\); put them back"
-    ):
+    with refused(r"tree is '.*tree', whose nodes are not those .*\(SHA-256 .*\); put them back"):
         PreparedRun(blocks_for(**keys))
     shutil.rmtree(tmp_path / "tree")
     TREE.save(tmp_path / "tree")
     bank = tmp_path / "model" / "memory_bank" / "hier-ffn" / "bank.json"
     bank.write_text(json.dumps({**json.loads(bank.read_text()), "seed": 77}))
-    with refused(
-        r"model_name_or_path is '.*model', whose files beside the weights \(fetched\) are not those that the run"
-    ):
+    with refused(r"model_name_or_path is '.*model', whose files beside the weights \(fetched\) are not those"):
         PreparedRun(blocks_for(**keys))
 
 
@@ -138,10 +129,9 @@ def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):
     origin = TreeOrigin(embedding_model=str(save_tiny_bert(tmp_path / "bert")))
     ClusterTree(OTHER.branching, OTHER.centroids, origin).save(tmp_path / "retriever")
     model = AutoModelForCausalLM.from_pretrained(made / "model")
-    words = f"is of the tree with the fingerprint {OTHER.fingerprint[:16]}..., and the model's bank was trained with"
-    with refused(re.escape(f"the retriever {words}")):
+    with refused(f"the retriever is of .* {OF_ANOTHER_TREE}"):
         check_tree_of(model, OTHER)
     text = ["--text", str(made / "other.jsonl"), "--sequence-length", "16"]
     for paths in (["--retriever", str(tmp_path / "retriever")], ["--path-column", "memory_ids"]):
         assert midus_eval([str(made / "model"), *text, *paths]) == 2
-        assert words in capsys.readouterr().err
+        assert re.search(OF_ANOTHER_TREE, capsys.readouterr().err)

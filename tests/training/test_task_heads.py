@@ -84,11 +84,8 @@ def rewards(completions, **_):
 TRAINERS = {
     RewardTrainer: (RewardConfig, {"max_length": 16}, "moc"),
     DPOTrainer: (DPOConfig, {"max_length": 16}, "midus-hml"),
-    GRPOTrainer: (
-        *(GRPOConfig, {"num_generations": 4, "max_completion_length": 8, "per_device_train_batch_size": 4}),
-        "llama-pro",
-    ),
-}
+    GRPOTrainer: (GRPOConfig, {"num_generations": 4, "max_completion_length": 8, "per_device_train_batch_size": 4}, "llama-pro"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("trainer_class", TRAINERS)
@@ -102,8 +99,6 @@ def test_trl_trains_on_rewards_and_preferences(trainer_class, upscaled, tmp_path
 
     class WithMemory(MemoryTrainerMixin, trainer_class):
         """TRL's trainer with the parameter groups of a memory model."""
-
-        pass
 
     trainer = WithMemory(
         model,
@@ -134,12 +129,8 @@ def test_trl_reference_hash_covers_the_bank(upscaled, tmp_path):
     for folder in folders:
         model = head_of(AutoModelForCausalLM, folder)
         options = {"precompute_ref_log_probs": True, "max_steps": 1, "logging_steps": 1, "max_length": 16}
-        trainer = DPOTrainer(
-            model,
-            args=DPOConfig(output_dir=str(tmp_path / "out"), **{**QUIET, **options}),
-            train_dataset=dataset,
-            processing_class=tiny_tokenizer(),
-        )
+        arguments = DPOConfig(output_dir=str(tmp_path / "out"), **{**QUIET, **options})
+        trainer = DPOTrainer(model, args=arguments, train_dataset=dataset, processing_class=tiny_tokenizer())
         assert not any("beside" in name for name in model.state_dict())
         trainer.train()
         # The reference is the model.
