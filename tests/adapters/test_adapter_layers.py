@@ -15,10 +15,8 @@ from midus_hf.training.adapters import lora_config
 
 TARGETS = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
 REFUSED = (
-    r"adapter .default. has weights for layers 0 to 3 and none for (4, )?5, which its targets also match: it was made for the "
-    r"base of 4 layers, and layer (1|2) of the base is layer (2|3) here\. On this model of 6 layers it would change the wrong "
-    r"ones\. Expected an adapter that was trained on this model\. Or merge this one into the base with "
-    r"PEFT \(merge_and_unload\), save the result, and upscale that\."
+    r"adapter .default. has weights for layers 0 to 3 and none for (4, )?5, .* layer (1|2) of the base is layer (2|3) here\. .* "
+    r"Expected an adapter that was trained on this model\. .* upscale that\."
 )
 
 

@@ -39,9 +39,8 @@ def fresh_model():
 def test_lora_config_trains_new_layers_whole():
     for model, new in ((fresh_model(), NEW_LAYERS), (tiny_model("mistral"), [2])):  # which is of a dense method
         model.config.upscale = {"new_layers": new, "trainable": "new"}
-        config = lora_config(
-            model, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj"], modules_to_save=["lm_head"]
-        )
+        options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+        config = lora_config(model, lora_alpha=8, lora_dropout=0.1, **options)
         assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 8, 0.1)
         assert config.modules_to_save == [*(f"model.layers.{layer}" for layer in new), "lm_head"]
         wrapped = get_peft_model(model, config)
@@ -76,13 +75,13 @@ def test_usage_counts_slots_of_trained_layers():
 
 
 def test_plain_or_wrapped_models_are_refused():
-    with refused(r"this llama model records no new layers in upscale.new_layers, which would"):
+    with refused("this llama model records no new layers"):
         lora_config(tiny_model("llama"))
     model = fresh_model()
     wrapped = get_peft_model(model, lora_config(model))
-    with refused(r"the model is wrapped by PEFT already; expected the model that from_pretrained returns"):
+    with refused("wrapped by PEFT already; expected the model"):
         lora_config(wrapped)
-    with refused(r"this midus_llama model is wrapped by PEFT, which decides what is trained"):
+    with refused("wrapped by PEFT, which decides what is trained"):
         set_trainable(wrapped)
 
 
@@ -145,10 +144,8 @@ def test_adapters_on_memories_act_and_are_merged(native_family, kind, tmp_path):
 
 @pytest.mark.parametrize("targets", [["key_projection"], ["value_projection"], ["query_projection"]], ids=str)
 def test_an_adapter_beside_a_projection_is_heeded(targets):
-    model = get_peft_model(
-        chapter_model(), LoraConfig(target_modules=targets, r=2, task_type="CAUSAL_LM", init_lora_weights=False)
-    ).eval()
-    model.to(torch.float64)
+    config = LoraConfig(target_modules=targets, r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(chapter_model(), config).eval().to(torch.float64)
     adapted = generated(model)
     torch.testing.assert_close(adapted[:, 0], passed(model), **CLOSE)
     with model.disable_adapter():
@@ -194,5 +191,5 @@ def test_prompt_trains_and_prefix_without_states():
         trained = []
         loss(kind, routing).backward()
         assert len(trained) == 1 and trained[0].grad.any()
-    with pytest.raises(ValueError, match=r"Prefix tuning fills a cache of its own: tune a prompt instead"):
+    with refused("Prefix tuning fills a cache of its own: tune a prompt"):
         loss(PrefixTuningConfig, "chunk")

@@ -87,8 +87,7 @@ def test_new_parameters_train_whole_with_adapters(upscaled, config_for, tmp_path
     new = {key for key in weights(model) if re.search(r"layers\.[14]\.", key)}
     assert moved(model, tmp_path / "out") == linear(weights(model)) | new
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Training adapters on the base, and all new parameters: " in printed
-    assert re.search(r"parameters: [\d,]+ of [\d,]+ parameters", printed)
+    assert re.search(r"Training adapters on the base, and all new parameters: [\d,]+ of [\d,]+ parameters", printed)
     assert "adapters:\n" in (tmp_path / "out" / "README.md").read_text()
 
     interrupted(PreparedRun(config_for("parts", **options)), 2)
@@ -134,27 +133,23 @@ def test_adapters_can_be_on_all_or_on_named_layers(copies, config_for, tmp_path,
     assert len(new) == 14
 
 
-OF_ZEROS = (
-    r"adapters of model.layers.2.self_attn.o_proj could not be merged at the end: NaNs detected .* Change the keys"
-)
+OF_ZEROS = "model.layers.2.self_attn.o_proj could not be merged at the end: NaNs detected .* Change the keys"
 
 
 @pytest.mark.parametrize(
     ("model", "adapters", "message"),
     [
-        ("base", {"rank": 4}, r"config has no option 'adapters\.rank'\. Expected one of: "),
-        ("base", {"r": "many"}, r"adapters\.r is 'many'; expected a whole number\."),
-        ("base", {"layers": "old"}, r"adapters\.layers is 'old'; expected base or all\."),
-        ("base", {"target_modules": ["nothing"]}, "adapters cannot be put on this model: Target modules "),
-        ("base", {"layers_pattern": "layers"}, "PEFT refuses the keys of adapters: `layers_pattern` cannot be used when"),
+        ("base", {"rank": 4}, r"no option 'adapters\.rank'\. Expected one of"),
+        ("base", {"r": "many"}, r"adapters\.r is 'many'; expected a whole number"),
+        ("base", {"layers": "old"}, r"adapters\.layers is 'old'; expected base or all"),
+        ("base", {"target_modules": ["nothing"]}, "cannot be put on this model: Target modules "),
+        ("base", {"layers_pattern": "layers"}, "PEFT refuses the keys of adapters: `layers_pattern`"),
         ("base", {"arrow_config": {}}, "adapters cannot be put on this model: "),
-        ("base", {"alora_invocation_tokens": [5]}, "_proj could not be merged at the end: aLoRA does not support "),
-        ("base", {"lora_bias": True}, "_proj could not be merged at the end: Impossible to merge LoRA with `lora_bias=True`"),
-        ("base", {"inference_mode": True}, "nothing is trained with adapters {'inference_mode': True}; expected adapters that"),
-        *(
-            ("copies", {"use_dora": True, "layers": "all", **of}, OF_ZEROS)
-            for of in ({}, {"layers_to_transform": [2], "target_modules": ["o_proj"]})
-        ),
+        ("base", {"alora_invocation_tokens": [5]}, "could not be merged at the end: aLoRA does not"),
+        ("base", {"lora_bias": True}, "could not be merged at the end: Impossible"),
+        ("base", {"inference_mode": True}, "nothing is trained with adapters {'inference_mode': True}; expected"),
+        ("copies", {"use_dora": True, "layers": "all"}, OF_ZEROS),
+        ("copies", {"use_dora": True, "layers": "all", "layers_to_transform": [2], "target_modules": ["o_proj"]}, OF_ZEROS),
         ("copies", {"use_dora": True}, None),
     ],
     ids=str,
@@ -174,7 +169,7 @@ def test_mamba_modules_are_refused_for_hosted_types(upscaled):
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
     model.model.layers[0].self_attn.out_proj = torch.nn.Linear(32, 32)
     model.config.model_type = "midus_falcon_h1"
-    with refused("cannot be put on this model: .*'out_proj' is incompatible with Mamba-based models"):
+    with refused("'out_proj' is incompatible with Mamba-based models"):
         add_adapters(ModelView(model), {"layers": "all", "target_modules": ["out_proj"]})
 
 
@@ -183,6 +178,5 @@ def test_adapter_defaults_and_missing_peft_is_named(base, config_for, without):
     assert (config.r, config.lora_alpha, config.target_modules) == (16, 32, "all-linear")
     assert config.task_type == "CAUSAL_LM" and trains_new
     without("peft")
-    message = f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
-    with refused(re.escape(message)):
+    with refused(re.escape(f"need peft, which is not installed; {install_extra('train')}, or leave")):
         PreparedRun(config_for(model=base, adapters={}))

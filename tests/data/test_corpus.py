@@ -64,87 +64,55 @@ SPLITS = ["README.md", "data/train.jsonl", "data/validation.jsonl", "data/test.j
 DOWNLOADED = {name: lines([name]) if name.endswith("l") else "a card" for name in SPLITS}
 IN_TEN_THOUSAND = ["1"] * 10_050
 
-# Files, of which one alone is read as it is and several as their folder; the texts of their rows, or their rows; and lines on
-# standard error, each told by its end.
+OBJECTS = json.dumps([{"text": text} for text in TEXTS]).encode()
+TSV = ("text\tid\n" + "".join(f"{text}\t{n}\n" for n, text in enumerate(QUOTES))).encode()
+OF_TWO = "1 of 2 files are read; not read: 1"
+# One file is read as it is, and several as their folder: files, the texts of their rows, or their rows, and the ends of lines on
+# standard error.
 READ = {
-    **{
-        name: ({name: content}, TEXTS)
-        for name, content in {
-            "lines.jsonl": lines(), "lines.JSONL": lines(), "lines.ndjson": lines(), "lines.json": lines(),
-            "list.json": json.dumps([{"text": text} for text in TEXTS]), "lines.jsonl.gz": gzip.compress(lines()),
-            "list.json.gz": gzip.compress(json.dumps([{"text": text} for text in TEXTS]).encode()),
-            "lines.json.bz2": bz2.compress(lines()), "lines.jsonl.xz": lzma.compress(lines()),
-            "lines.JSON.GZ": gzip.compress(lines()),
-            "archives end to end.jsonl.gz": gzip.compress(lines(TEXTS[:1])) + gzip.compress(lines(TEXTS[1:])),
-            "a mark first.jsonl": b"\xef\xbb\xbf" + lines(), "blank lines.jsonl": lines().replace(b"\n", b"\n\n"),
-        }.items()
-    },
+    **{name: ({name: content}, TEXTS) for name, content in {
+        "lines.jsonl": lines(), "lines.ndjson": lines(), "lines.json": lines(), "lines.JSON.GZ": gzip.compress(lines()),
+        "list.json": OBJECTS, "list.json.gz": gzip.compress(OBJECTS),
+        "x.json.bz2": bz2.compress(lines()), "x.jsonl.xz": lzma.compress(lines()),
+        "archives end to end.jsonl.gz": gzip.compress(lines(TEXTS[:1])) + gzip.compress(lines(TEXTS[1:])),
+        "a mark first.jsonl": b"\xef\xbb\xbf" + lines(), "blank lines.jsonl": lines().replace(b"\n", b"\n\n"),
+    }.items()},
     **{name: ({name: "\ufeff" + NOTES}, [NOTES]) for name in ("notes.txt", "notes.md", "notes")},
     "notes.txt.gz": ({"notes.txt.gz": gzip.compress(NOTES.encode())}, [NOTES]),
     # Columns of tables are text.
-    "table.csv": (
-        {"table.csv": TABLE}, [{"text": text, "id": str(n)} for n, text in enumerate(TEXTS)],
-    ),
-    **{
-        name: (
-            {name: compress(("text\tid\n" + "".join(f"{text}\t{n}\n" for n, text in enumerate(QUOTES))).encode())},
-            [{"text": text, "id": str(n)} for n, text in enumerate(QUOTES)],
-        )
-        for name, compress in {"x.tsv": bytes, "x.TSV": bytes, "x.tsv.gz": gzip.compress}.items()
-    },
-    "a card of a TSV file": (
-        {"README.md": card("data_files: x.tsv\n  sep: \"\\t\""), "x.tsv": 'text\tid\n"low\t1\n"low" is\t2\n'}, ['"low', '"low" is'],
-        "1 of 2 files are read; not read: 1 .md",
-    ),
+    "table.csv": ({"table.csv": TABLE}, [{"text": text, "id": str(n)} for n, text in enumerate(TEXTS)]),
+    **{name: ({name: content}, [{"text": text, "id": str(n)} for n, text in enumerate(QUOTES)])
+       for name, content in {"x.tsv": TSV, "x.TSV": TSV, "x.tsv.gz": gzip.compress(TSV)}.items()},
+    "a card of a TSV file": ({"README.md": card("data_files: x.tsv\n  sep: \"\\t\""), "x.tsv": 'text\tid\n"low\t1\n"low" is\t2\n'},
+                             ['"low', '"low" is'], f"{OF_TWO} .md"),
     "quotes in fields": ({"x.csv": 'text,id\n6" of rain,1\n"a ""low"" one","2"\n'}, ['6" of rain', 'a "low" one']),
     "a long field": ({"x.csv": f'text,id\n"{LONG}",1\n'}, [LONG]),
-    "a field of lines that are no rows": (
-        {"x.csv": 'text,id\n"a,\nb,\n\nc,d,e\nf",1\n'}, ["a,\nb,\n\nc,d,e\nf"],
-    ),
+    "a field of lines that are no rows": ({"x.csv": 'text,id\n"a,\nb,\n\nc,d,e\nf",1\n'}, ["a,\nb,\n\nc,d,e\nf"]),
     "leading zeros": ({"x.csv": "text\n007\n1e3\n"}, ["007", "1e3"]),
     "words for nothing": ({"x.csv": "text,id\nNA,\nnull,nan\n"}, [{"text": "NA", "id": ""}, {"text": "null", "id": "nan"}]),
     "a number, then a word": ({"x.csv": "\n".join(["text", *IN_TEN_THOUSAND, "word"])}, [*IN_TEN_THOUSAND, "word"]),
     # A card declares files, and not how their values are read.
-    "a card": (
-        {"README.md": card("data_files: x.jsonl"), "x.jsonl": lines(["2004-01-25"], id=2**64)},
-        [{"text": "2004-01-25", "id": 2**64}], "1 of 2 files are read; not read: 1 .md",
-    ),
-    "a card of a list": (
-        {"README.md": card("data_files: x.json\n  field: rows"), "x.json": '{"rows": [{"text": "1", "id": 1.0}]}'},
-        [{"text": "1", "id": 1.0}], "1 of 2 files are read; not read: 1 .md",
-    ),
-    "a card of a table": (
-        {"README.md": card("data_files: x.csv\n  sep: ;"), "x.csv": "text;id\n007;1\n"}, [{"text": "007", "id": "1"}],
-        "1 of 2 files are read; not read: 1 .md",
-    ),
+    "a card": ({"README.md": card("data_files: x.jsonl"), "x.jsonl": lines(["2004-01-25"], id=2**64)},
+               [{"text": "2004-01-25", "id": 2**64}], f"{OF_TWO} .md"),
+    "a card of a list": ({"README.md": card("data_files: x.json\n  field: rows"), "x.json": '{"rows": [{"text": "1", "id": 1.0}]}'},
+                         [{"text": "1", "id": 1.0}], f"{OF_TWO} .md"),
+    "a card of a table": ({"README.md": card("data_files: x.csv\n  sep: ;"), "x.csv": "text;id\n007;1\n"},
+                          [{"text": "007", "id": "1"}], f"{OF_TWO} .md"),
     # Files of one kind are read.
-    "one file of rows": (
-        {"data.jsonl": lines(), **{f"{n}.txt": "a\nb\n" for n in "abc"}}, TEXTS, "1 of 4 files are read; not read: 3 .txt",
-    ),
-    "a table": ({"data.csv": f"text\n{TEXTS[0]}\n", "notes.txt": "a\nb\n"}, TEXTS[:1], "1 of 2 files are read; not read: 1 .txt"),
-    "two kinds of rows": (
-        {"a.tsv": "text\none\n", "b.tsv": "text\ntwo\n", "c.csv": "no"}, ["one", "two"],
-        "2 of 3 files are read; not read: 1 .csv",
-    ),
-    "notes named as a split": (
-        {"data.jsonl": lines(), "notes-test.txt": "a\n"}, TEXTS, "1 of 2 files are read; not read: 1 .txt",
-    ),
-    "nothing in a file": ({"a.jsonl": lines(), "b.jsonl": ""}, TEXTS, "1 of 2 files are read; not read: 1 .jsonl"),
-    "many kinds": (
-        {"a.txt": "a", **{f"{name}.{name}": "" for name in ("one", "two", "three", "four", "five", "six")}}, ["a"],
-        "1 of 7 files are read; not read: 1 .five, 1 .four, 1 .one, 1 .six, 1 .three and 1 more",
-    ),
-    "a linked folder": ({"a.txt": "one", "linked.txt": Path()}, ["one"], "1 of 2 files are read; not read: 1 linked folder"),
+    "one file of rows": ({"data.jsonl": lines(), **{f"{n}.txt": "a\nb\n" for n in "abc"}}, TEXTS, "not read: 3 .txt"),
+    "a table": ({"data.csv": f"text\n{TEXTS[0]}\n", "notes.txt": "a\nb\n"}, TEXTS[:1], f"{OF_TWO} .txt"),
+    "two kinds of rows": ({"a.tsv": "text\none\n", "b.tsv": "text\ntwo\n", "c.csv": "no"}, ["one", "two"], "not read: 1 .csv"),
+    "notes named as a split": ({"data.jsonl": lines(), "notes-test.txt": "a\n"}, TEXTS, f"{OF_TWO} .txt"),
+    "nothing in a file": ({"a.jsonl": lines(), "b.jsonl": ""}, TEXTS, f"{OF_TWO} .jsonl"),
+    "many kinds": ({"a.txt": "a", **{f"{n}.{n}": "" for n in ("one", "two", "three", "four", "five", "six")}}, ["a"],
+                   "1 of 7 files are read; not read: 1 .five, 1 .four, 1 .one, 1 .six, 1 .three and 1 more"),
+    "a linked folder": ({"a.txt": "one", "linked.txt": Path()}, ["one"], f"{OF_TWO} linked folder"),
     "names that are patterns": ({"a[12].txt": "one", "a1.txt": "two"}, ["two", "one"]),
     # Files of the split that trains are read.
-    "a downloaded dataset": (
-        DOWNLOADED, ["data/train.jsonl"], "3 of 5 files are read; not read: 1 .md, 1 .txt",
-        "split 'train' is read, of train, validation, test",
-    ),
-    "names of which one is a split": (
-        {name: lines([name]) for name in ("dev-blog.jsonl", "web.jsonl", "wiki.jsonl")}, ["web.jsonl", "wiki.jsonl"],
-        "split 'train' is read, of train, validation",
-    ),
+    "a downloaded dataset": (DOWNLOADED, ["data/train.jsonl"], "3 of 5 files are read; not read: 1 .md, 1 .txt",
+                             "split 'train' is read, of train, validation, test"),
+    "names of which one is a split": ({name: lines([name]) for name in ("dev-blog.jsonl", "web.jsonl", "wiki.jsonl")},
+                                      ["web.jsonl", "wiki.jsonl"], "split 'train' is read, of train, validation"),
 }  # fmt: skip
 
 

@@ -77,16 +77,8 @@ def test_leaf_sequences_begin_with_the_prefix(apart):
     options = {"paths": np.array([[0, 0], [0, 1], [0, 2]]), "documents_apart": apart}
     made, tokens, dropped, is_short = leaf_sequences(texts, framing_tokenizer("<bos> $A"), T, **options)
     assert (tokens, dropped, is_short) == (15, 0, True)
-    assert made["input_ids"] == [
-        [1, 10, 11, 12, 13],
-        [1, EOS, EOS, EOS, EOS],
-        [1, 20, 21, 22, EOS],
-        [1, 30, 31, EOS, EOS],
-    ]
+    last, ids = [EOS] * 4, [[10, 11, 12, 13], [20, 21, 22, EOS], [30, 31, EOS, EOS]]
+    assert made["input_ids"] == [[1, *row] for row in (ids[0], last, *ids[1:])]
     first = -100 if apart else 1
-    assert made["labels"] == [
-        [first, 10, 11, 12, 13],
-        [-100, EOS, -100, -100, -100],
-        [first, 20, 21, 22, EOS],
-        [first, 30, 31, EOS, -100],
-    ]
+    assert made["labels"][:2] == [[first, *ids[0]], [-100, EOS, -100, -100, -100]]
+    assert made["labels"][2:] == [[first, *ids[1]], [first, 30, 31, EOS, -100]]

@@ -38,7 +38,7 @@ CHATS = {
         {"instruction": "Bye", "output": "Ciao", "system": "Be kind", "history": [["Hi", "Hello"]]},
         [SYSTEM, USER, ANSWER, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Ciao"}],
     ),
-    "texts": ({"prompt": "a", "completion": "b", "id": 3}, {"prompt": "a", "completion": "b"}),
+    "texts": ({"prompt": "12", "completion": "null", "id": 3}, {"prompt": "12", "completion": "null"}),
     "Dolly": ({"instruction": "Hi", "context": None, "response": "Hello", "category": "x"}, [USER, ANSWER]),
 }  # fmt: skip
 
@@ -50,14 +50,10 @@ def test_a_row_becomes_its_chat(case, tmp_path):
     assert (chat if case == "texts" else chat["messages"]) == expected
 
 
+# Reading JSON is tested with corpora; here a table has every key of a column in each row, null where the row has none.
 ARGUMENTS = {
-    "dates": [{"day": "2024-05-01"}, {"day": "2024-06-02"}],
     "a null that means something": [{"n": None, "m": 1}, {"n": 2, "m": 1}],
-    "a fraction beside a whole number": [{"n": 3}, {"n": 2.5}],
-    "fractions": [{"n": 0.1 + 0.2}, {"n": 1e22, "m": [1e-7]}],
-    "large numbers": [{"n": 2**53 + 1}, {"n": -(2**63)}],
-    "texts that are JSON": [{"n": "4"}, {"n": "null"}],
-    "order": [{"b": 1, "a": 2}, {"a": 3, "b": 4}],
+    "values of several types": [{"n": 3, "b": "null"}, {"n": 2.5, "a": 2**53 + 1}],
     "others in each call": [{"a": 1}, {"b": 1}],
 }
 
@@ -67,7 +63,6 @@ ARGUMENTS = {
     [*((case, ending) for case in ARGUMENTS for ending in ("jsonl", "json")), ("others in each call", "parquet")],
 )
 def test_arguments_of_calls_are_what_json_says(case, ending, tmp_path):
-    """A table has every key of a column in each row, null where the row has none."""
     data, own = tmp_path / f"x.{ending}", tmp_path / "own.jinja"
     own.write_text("{{ messages[1].tool_calls }}{{ tools }}" + CHATML)
     calls = [[{"function": {"name": "f", "arguments": arguments}}] for arguments in ARGUMENTS[case]]
@@ -85,19 +80,6 @@ def test_arguments_of_calls_are_what_json_says(case, ending, tmp_path):
     for chat, call in zip(chats, calls, strict=True):
         assert chat["messages"][1] == {"role": "assistant", "content": "", "tool_calls": call}
         assert repr(chat["messages"][1]["tool_calls"]) == repr(chat["tools"]) == repr(call)
-
-
-@pytest.mark.parametrize("answer", ["2004-01-25", "4", "007", "True", "null", "1e3"])
-@pytest.mark.parametrize(("question", "ending"), [("prompt", "jsonl"), ("instruction", "csv")])
-def test_answers_that_look_like_something_else_are_text(answer, question, ending, tmp_path):
-    row = {question: "12", "completion" if question == "prompt" else "output": answer}
-    data = tmp_path / f"x.{ending}"
-    if ending == "csv":
-        data.write_text(",".join(row) + "\n" + ",".join(row.values()) + "\n")
-    else:
-        write_rows(data, [row])
-    chat = [{"role": "user", "content": "12"}, {"role": "assistant", "content": answer}]
-    assert list(read(data)) == [row if question == "prompt" else {"messages": chat}]
 
 
 def test_json_text_is_parsed_and_keeps_its_nulls(tmp_path):

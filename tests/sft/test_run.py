@@ -91,23 +91,27 @@ def test_an_error_of_a_device_is_not_taken_for_a_row(config_for, base, monkeypat
         prepared(config_for(model=base()))
 
 
-def test_tool_call_outside_answers_is_refused(config_for, base, tmp_path):
-    """As templates do that write the calls of the last turn alone, or outside of their marks of answers."""
-    calls = [{"name": "add", "arguments": "{}"}, {"name": "look", "arguments": "{}"}]
+def test_tool_calls_are_learned_as_written_or_refused(config_for, base, tmp_path):
+    """Templates may write only the calls of the last turn, or write them outside of their marks of answers."""
+    calls = [
+        {"name": "add", "arguments": {"n": None, "m": 2.5, "day": "2004-01-25"}},
+        {"name": "look", "arguments": {"n": 3}},
+    ]
     rows = [{"messages": chat(1)}, {"messages": [chat(1)[0], {"role": "assistant", "tool_calls": calls}]}]
     data, own = write_rows(tmp_path / "x.jsonl", rows), tmp_path / "own.jinja"
-    call = "{% for call in message.tool_calls %}{{ call.name }}{% endfor %}"
+    call = "{% for call in message.tool_calls %}{{ call.name + (call.arguments | tojson) }}{% endfor %}"
     inside = CHATML.replace("{{ message['content'] + '<|im_end|>' }}{% endg", call + "{{ message['content'] }}{% endg")
-    options = {"model": base(), "data": data, "chat_template_path": str(own)}
+    options = {"model": base(), "data": data, "chat_template_path": str(own), "max_length": 128}
     own.write_text(inside)
-    assert "addlook" in map(learned, prepared(config_for(**options)).trainer.train_dataset)
-    message = "row 2 of .* has a call of '{}', which the chat template does not write"
-    own.write_text(inside.replace("message.tool_calls", "(message.tool_calls or [])[:1]"))
-    with refused(message.format("look")):
-        prepared(config_for("last", **options))
-    own.write_text(CHATML.replace("{% endgeneration %}", "{% endgeneration %}" + call))
-    with refused(message.format("add")):
-        prepared(config_for("outside", **options))
+    texts = map(learned, prepared(config_for(**options)).trainer.train_dataset)
+    assert 'add{"n":null,"m":2.5,"day":"2004-01-25"}look{"n":3}' in [text.replace(" ", "") for text in texts]
+    for name, template in (
+        ("look", inside.replace("message.tool_calls", "(message.tool_calls or [])[:1]")),
+        ("add", CHATML.replace("{% endgeneration %}", "{% endgeneration %}" + call)),
+    ):
+        own.write_text(template)
+        with refused(f"row 2 of .* has a call of '{name}', which the chat template does not write"):
+            prepared(config_for(name, **options))
     prepared(config_for("all", **options, assistant_only_loss=False))
 
 
@@ -168,11 +172,8 @@ def test_long_chats_are_cut_and_answerless_rows_left_out(config_for, base, tmp_p
     run = prepared(config_for(model=base("llama"), data=data, max_length=64))
     assert [len(row) <= 64 for row in run.trainer.train_dataset["input_ids"]] == [True]
     said = capsys.readouterr().err
-    assert (
-        "1 rows are left out: " in said
-        and "1 of 2 rows are longer than max_length" in said
-        and "their first tokens" in said
-    )
+    assert "1 rows are left out: " in said
+    assert re.search("1 of 2 rows are longer than max_length, 64 tokens, .* first tokens", said)
     run = prepared(config_for("end", model=base("llama"), data=data, max_length=32, truncation_mode="keep_end"))
     said = capsys.readouterr().err
     assert len(run.trainer.train_dataset) == 2 and "left out" not in said
@@ -216,14 +217,11 @@ def test_packed_chats_do_not_see_one_another(config_for, family, base):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"packing": True, "max_length": 126, "memory_learning_rate": 2e-2, "value_learning_rate": 1e-3},
-        {"adapters": {"r": 4, "lora_dropout": 0.1}, "trainable": "auto"},
-    ],
-    ids=["packing", "lora"],
-)
+PACKED = {"packing": True, "max_length": 126, "memory_learning_rate": 2e-2, "value_learning_rate": 1e-3}
+WITH_LORA = {"adapters": {"r": 4, "lora_dropout": 0.1}, "trainable": "auto"}
+
+
+@pytest.mark.parametrize("options", [PACKED, WITH_LORA], ids=["packing", "lora"])
 def test_fine_tuning_resumes_exactly(config_for, options):
     assert_resumes(config_for, 2, finetune, max_steps=4, **options)
 
@@ -236,13 +234,8 @@ def test_changed_rows_or_glossary_are_not_resumed_over(base, config_for, tmp_pat
     glossary = write_rows(tmp_path / "glossary.jsonl", [entry])
     options = {"corpus": str(glossary), "common_names": True}
     upscale(base=base("llama"), method="packs", output=tmp_path / "model", options=options, verify=False)
-    keys = {
-        "model": tmp_path / "model",
-        "data": data,
-        "chat_template_path": str(template),
-        "save_steps": 1,
-        "max_steps": 2,
-    }
+    keys = {"model": tmp_path / "model", "data": data, "chat_template_path": str(template)}
+    keys |= {"save_steps": 1, "max_steps": 2}
     finetune(config_for(**keys, save_total_limit=None))
     shutil.rmtree(tmp_path / "out" / "checkpoint-2")
     sequences = "dataset_name is '.*chats.jsonl', whose sequences of tokens are not those .* put them back"
@@ -280,13 +273,11 @@ def test_chapters_train_with_router_losses_and_frozen_bank(config_for, base, tmp
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_named_texts_are_measured(packing, config_for, tmp_path):
-    texts = {}
-    for name, words in (("one", "it is 1 "), ("two", "say 22 ")):
-        (tmp_path / f"{name}.txt").write_text(words * 40)
-        texts[name] = str(tmp_path / f"{name}.txt")
-    finetune(config_for(eval_text=texts, eval_steps=2, packing=packing))
-    for name in texts:
-        assert list(by_step(tmp_path / "out", f"eval_{name}_loss")) == [2, 3]
+    (tmp_path / "held.txt").write_text("it is 1 " * 40)
+    finetune(
+        config_for(eval_text=dict.fromkeys(("one", "two"), str(tmp_path / "held.txt")), eval_steps=2, packing=packing)
+    )
+    assert all(list(by_step(tmp_path / "out", f"eval_{name}_loss")) == [2, 3] for name in ("one", "two"))
 
 
 @pytest.mark.product

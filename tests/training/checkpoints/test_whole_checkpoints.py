@@ -141,9 +141,8 @@ def test_older_checkpoints_go_once_the_new_one_is_whole(resumed, output, monkeyp
     whole_ones, finish = [], checkpoints.finish_checkpoint
 
     def watched(folder):
-        whole_ones.append(
-            [path.name for path in checkpoints.checkpoints_in(output).values() if find_damage(path) is None]
-        )
+        paths = checkpoints.checkpoints_in(output).values()
+        whole_ones.append([path.name for path in paths if find_damage(path) is None])
         finish(folder)
 
     monkeypatch.setattr("midus_hf.training.trainer.finish_checkpoint", watched)

@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 from sft.tiny_chats import chat, save_base, write_rows
 from training.outcomes import largest_difference, logged
-from training.parallel.two_processes import (
-    METHODS,
-    assert_shared_run_goes_on_exactly,
-    assert_shared_run_is_that_of_one,
-    assert_tied_tensors_are_saved_once,
-)
+from training.parallel import two_processes as checks
 from training.tiny_run import save_upscaled, write_recipe
 
 from midus_hf.cli.sft import main as sft
@@ -36,12 +31,8 @@ def launched(*words, stage: int = 3, settings: Path | None = None) -> subprocess
         command += ["--num_processes", "2", "--main_process_port", "0"]
         environment = {}
     environment |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, "-m", "midus_hf", *map(str, words)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+    command += ["-m", "midus_hf", *map(str, words)]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
 
 
 def trained(*words, **launch) -> None:
@@ -50,18 +41,18 @@ def trained(*words, **launch) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", checks.METHODS)
 def test_processes_of_deepspeed_train_as_one(method, stage, corpus, tmp_path):
-    assert_shared_run_is_that_of_one(method, functools.partial(trained, stage=stage), corpus, tmp_path)
+    checks.assert_shared_run_is_that_of_one(method, functools.partial(trained, stage=stage), corpus, tmp_path)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_goes_on_exactly(stage, corpus, tmp_path):
-    assert_shared_run_goes_on_exactly(functools.partial(trained, stage=stage), corpus, tmp_path)
+    checks.assert_shared_run_goes_on_exactly(functools.partial(trained, stage=stage), corpus, tmp_path)
 
 
 def test_tied_tensors_of_half_precision_are_saved_once_and_in_it(corpus, tmp_path):
-    assert_tied_tensors_are_saved_once(trained, corpus, tmp_path)
+    checks.assert_tied_tensors_are_saved_once(trained, corpus, tmp_path)
 
 
 # A file of DeepSpeed's own, by which nothing is whole but where it is needed.

@@ -13,14 +13,10 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
+from pairs import by_default
 from processes.warm import MIDUS, run_ranks
 from training.outcomes import assert_close_weights, logged
-from training.parallel.two_processes import (
-    METHODS,
-    assert_shared_run_goes_on_exactly,
-    assert_shared_run_is_that_of_one,
-    assert_tied_tensors_are_saved_once,
-)
+from training.parallel import two_processes as checks
 from training.tiny_run import PreparedRun, document, refused
 from transformers.integrations import deepspeed
 
@@ -35,6 +31,7 @@ from midus_hf.training.parallel import (
     save_gathered,
     shares_parameters,
 )
+from midus_hf.training.run import run_training
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
 
@@ -44,11 +41,8 @@ def launched_environment(name: str) -> dict[str, str]:
     words = ["--config_file", str(CONFIGS / f"{name}.yaml"), "script.py"]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     environment = prepare_multi_gpu_env(arguments)
-    return {
-        variable: value
-        for variable, value in environment.items()
-        if variable.startswith(("ACCELERATE_", "FSDP_")) and os.environ.get(variable) != value
-    }
+    of_accelerate = {name: value for name, value in environment.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+    return {name: value for name, value in of_accelerate.items() if os.environ.get(name) != value}
 
 
 ENVIRONMENT = launched_environment("fsdp2")
@@ -89,8 +83,7 @@ def sharded(recipe: Path, *words: str) -> None:
 def test_two_processes_train_as_one(words, corpus, tmp_path):
     """And both refuse to go on with other texts, in one line."""
     shutil.copytree(corpus, tmp_path / "texts")
-    words += [f"--corpus={tmp_path / 'texts'}"]
-    words += ["--max_steps=5", "--save_steps=2", "--load_best_model_at_end=true"]
+    words += [f"--corpus={tmp_path / 'texts'}", "--max_steps=5", "--save_steps=2", "--load_best_model_at_end=true"]
     words += [f"--eval_text={corpus}", "--eval_steps=2", "--base_kl=3"]
     one, shared = tmp_path / "out", tmp_path / "shared"
     more = ["--per_device_train_batch_size=1", f"--output_dir={shared}"]
@@ -99,7 +92,6 @@ def test_two_processes_train_as_one(words, corpus, tmp_path):
     assert run.stdout.count("Training new: ") == run.stdout.count(": 5 steps, 160 tokens") == 1
     assert run.stdout.count("'eval_perplexity': ") == 3
     assert main(words) == 0
-    # The perplexity is the exponential of the loss.
     for name, count in (("loss", 5), ("base_divergence", 5), ("eval_loss", 3)):
         assert logged(shared, name) == pytest.approx(logged(one, name), rel=1e-5) and len(logged(one, name)) == count
     folders = [sorted(path.name for path in folder.iterdir()) for folder in (shared, one)]
@@ -110,20 +102,19 @@ def test_two_processes_train_as_one(words, corpus, tmp_path):
     assert run.returncode == 2 and run.stderr.count("whose sequences of tokens are not those") == 1
 
 
-@pytest.mark.parametrize(
-    "method",
-    [method if method == "midus-hml" else pytest.param(method, marks=pytest.mark.product) for method in METHODS],
-)
+@pytest.mark.parametrize("method", by_default(["midus-hml"], checks.METHODS))
 def test_sharded_processes_train_as_one(method, corpus, tmp_path):
     def shared(*words: str) -> None:
         sharded(*words, "--activation_checkpointing=true")
 
     options = {"bf16": True, "tolerance": 3e-3} if method == "llama-pro" else {}
-    assert_shared_run_is_that_of_one(method, shared, corpus, tmp_path, **options)
+    checks.assert_shared_run_is_that_of_one(method, shared, corpus, tmp_path, **options)
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("check", [assert_tied_tensors_are_saved_once, assert_shared_run_goes_on_exactly])
+@pytest.mark.parametrize(
+    "check", [checks.assert_tied_tensors_are_saved_once, checks.assert_shared_run_goes_on_exactly]
+)
 def test_sharded_processes_save_once_and_go_on_exactly(check, corpus, tmp_path):
     check(sharded, corpus, tmp_path)
 
@@ -262,12 +253,9 @@ def test_load_unsharded_restores_deepspeed_config(zero_three):
     assert deepspeed.is_deepspeed_zero3_enabled()
 
 
-def test_adapters_are_refused_where_weights_are_cut(words, zero_three, capsys):
-    assert main([*words, "--adapters={r: 2}"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 shards" in said and "ddp.yaml" in said
-    )
+def test_adapters_are_refused_where_weights_are_cut(config_for, zero_three):
+    with refused("DeepSpeed's ZeRO-3 shards; expected processes that hold whole models.*ddp.yaml"):
+        run_training(config_for(adapters={"r": 2}))
 
 
 def test_a_matrix_that_was_cut_decays_as_a_matrix():
