@@ -39,12 +39,8 @@ def save_base(family: str, folder: Path, method: str | None) -> Path:
 
 def chat(number: int) -> list[dict[str, str]]:
     """A short chat of two turns."""
-    return [
-        {"role": "user", "content": f"say {number}"},
-        {"role": "assistant", "content": f"it is {number}"},
-        {"role": "user", "content": "and"},
-        {"role": "assistant", "content": f"{number + 1}"},
-    ]
+    texts = (f"say {number}", f"it is {number}", "and", f"{number + 1}")
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=True)]
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -55,10 +51,8 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 
 def sft_config(model: Path, data: Path, output: Path, **changes: Any) -> SftArguments:
     """A run of three steps of two chats, with rates that move a tiny model."""
-    options: dict[str, Any] = {
-        "chat_template_path": "chatml",
-        "max_length": 96,
-        "per_device_train_batch_size": 2,
+    options: dict[str, Any] = {"chat_template_path": "chatml", "max_length": 96, "per_device_train_batch_size": 2}
+    options |= {
         "max_steps": 3,
         "learning_rate": 1e-2,
         "bf16": False,

@@ -65,7 +65,7 @@ def config_for(upscaled, corpus, tmp_path):
     """Return what gives the options of a tiny run, by default of an upscaled model, by the name of its output."""
 
     def config(
-        output: str | Path = "out", family: str = "llama", *, model: Path | None = None, **changes
+        output: str | Path = "out", family: str = "llama", model: Path | None = None, **changes
     ) -> TrainArguments:
         return tiny_config(model or upscaled(family), changes.pop("corpus", corpus), tmp_path / output, **changes)
 
@@ -77,7 +77,7 @@ def blocks_for(fetching, assigned, tmp_path):
     """Return what gives the options of a tiny run that trains the blocks of a bank by the name of its output."""
 
     def config(
-        output: str | Path = "out", *, model: Path = fetching, corpus: Path = assigned, **changes
+        output: str | Path = "out", model: Path = fetching, corpus: Path = assigned, **changes
     ) -> TrainArguments:
         return block_config(model, corpus, tmp_path / output, **changes)
 
@@ -101,7 +101,5 @@ def begun(config_for, tmp_path):
 @pytest.fixture
 def words(upscaled, corpus, tmp_path) -> list[str]:
     """What the command is told of a run that is long enough to be stopped."""
-    return [
-        str(write_recipe(tmp_path, upscaled("llama"), corpus, max_steps=100_000)),
-        f"--output_dir={tmp_path / 'out'}",
-    ]
+    recipe = write_recipe(tmp_path, upscaled("llama"), corpus, max_steps=100_000)
+    return [str(recipe), f"--output_dir={tmp_path / 'out'}"]

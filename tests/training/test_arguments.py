@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.tiny_run import PreparedRun, refused
+from training.tiny_run import PreparedRun
 
 from midus_hf.cli import sft
 from midus_hf.cli.run_arguments import RunParser, read_arguments
@@ -92,8 +92,6 @@ def test_adapters_flag_replaces_trainable_with_a_note(recipe, capsys):
     arguments = read_arguments(TrainArguments, [str(recipe), "--adapters", "{r: 8}"])
     assert (arguments.trainable, arguments.adapters) == ("auto", {"r": 8})
     assert f"--adapters replaces trainable: new of {recipe}\n" in capsys.readouterr().err
-    with refused("adapters is set and trainable is 'new'"):
-        read_arguments(TrainArguments, [str(recipe), "--adapters", "{r: 8}", "--trainable", "new"])
 
 
 @pytest.mark.parametrize("word", ["010", "1_000", "0x10", "0o10", "1e3", "12.0"])

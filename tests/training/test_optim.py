@@ -11,13 +11,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from midus_hf.memories.module import MemoryModule
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.keys import Rates
-from midus_hf.training.optim import (
-    cast_for_training,
-    group_schedules,
-    parameter_groups,
-    restore_dtypes,
-    set_trainable,
-)
+from midus_hf.training.optim import cast_for_training, group_schedules, parameter_groups, restore_dtypes, set_trainable
 from midus_hf.training.trainer import MemoryTrainer
 from tests.memory.building import build
 
@@ -103,17 +97,6 @@ def test_query_norms_do_not_decay():
         (group,) = [group for group in made_groups(memory, **rates) if group["name"] == name]
         assert names_in(memory, group) == {"query_norm_weight", "query_norm_bias"}
         assert (group["lr"], group["weight_decay"]) == (rate, 0)
-
-
-@pytest.mark.parametrize(("family", "trainable"), [("qwen2", "new"), ("gemma3", "all")])
-def test_norms_and_biases_of_native_models_do_not_decay(family, trainable, native):
-    model = AutoModelForCausalLM.from_pretrained(native(family))
-    set_trainable(model, trainable)
-    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    without_decay = {name for name in trains if "norm" in name or name.endswith("bias")}
-    groups = made_groups(model)
-    assert of_groups(groups) == [("decay", 1e-3, 0.1, "fixed"), ("no_decay", 1e-3, 0, "fixed")]
-    assert [names_in(model, group) for group in groups] == [trains - without_decay, without_decay]
 
 
 def plateau(*schedules: str):

@@ -175,7 +175,6 @@ REQUESTS = [
     ("run", {"output": "texts/out", "corpus": "texts"}, "lies in the corpus '.*texts'; choose"),
     ("run", {"output": "deep/out", "corpus": "short.jsonl", "sequence_length": 128}, "sequence of 128 tokens"),
     ("new model", {"config_name": "absent.json"}, r"config_name is 'absent\.json'; expected the file"),
-    ("new model", {"config_name": "./absent"}, r"config_name is '\./absent'; expected the file"),
     ("new model", {"tokenizer_name": "./absent"}, r"tokenizer_name is '\./absent'; expected the folder"),
     ("new model", {"attn_implementation": "none_such"}, "attn_implementation=.none_such.` is not supported"),
     ("new model", {"sequence_length": 999}, "sequence_length is 999, .* for 128 tokens"),

@@ -25,24 +25,14 @@ register_optimizer_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 # What may happen to the second process alone: the program's lines there, and what is printed, once.
 ALONE = {
-    "a file is absent": (
-        "sys.argv.append('--corpus=absent.txt')",
-        "midus train: corpus is 'absent.txt', which does not exist",
-    ),
-    "a file is broken": (
-        "stream._TEXTS_AT_ONCE = 3",
-        r"midus train: step \d failed: .*'.*/3.jsonl', .* line 2 is no JSON.* To continue, ",
-    ),
-    "its disk is full": (
-        "stream.save_file = Mock(side_effect=OSError(28, os.strerror(28)))",
-        "midus train: .*could not be written: No space left on device",
-    ),
-    "it is killed": (
-        "stream.save_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)",
-        "midus train: another process of the run ended without a word",
-    ),
+    "a file is absent": ("sys.argv.append('--corpus=absent.txt')", "midus train: corpus is 'absent.txt', which does not exist"),
+    "a file is broken": ("stream._TEXTS_AT_ONCE = 3", r"midus train: step \d failed: .*/3.jsonl.*line 2 is no JSON.* To continue, "),
+    "its disk is full": ("stream.save_file = Mock(side_effect=OSError(28, os.strerror(28)))",
+                         "midus train: .*could not be written: No space left on device"),
+    "it is killed": ("stream.save_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)",
+                     "midus train: another process of the run ended without a word"),
     "it has a bug": ("stream.save_file = None", "TypeError: 'NoneType' object is not callable"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +87,8 @@ def test_process_that_fails_alone_says_why_and_others_nothing(event, upscaled, r
         (corpus / "3.jsonl").write_text('{"text": "w4"}\nw5\n')
     imports = "import os, signal, sys; from unittest.mock import Mock; from midus_hf.data import stream"
     program = f"{imports}\nif os.environ['RANK'] == '1': {lines}\n{MIDUS}"
-    recipe = write_recipe(
-        tmp_path, upscaled("llama"), corpus, max_steps=8, save_steps=2, streaming=True, shuffle_buffer=0
-    )
+    options = {"max_steps": 8, "save_steps": 2, "streaming": True, "shuffle_buffer": 0}
+    recipe = write_recipe(tmp_path, upscaled("llama"), corpus, **options)
     run = run_ranks(program, "train", recipe, f"--output_dir={tmp_path / 'out'}")
     assert run.returncode and len(re.findall(message, run.stderr)) == 1, run.stderr
     is_bug = event == "it has a bug"

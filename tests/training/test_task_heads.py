@@ -49,8 +49,7 @@ def test_a_bare_stack_stays_frozen(upscaled):
 
 
 @pytest.mark.parametrize(
-    ("auto", "task"),
-    [(AutoModelForSequenceClassification, "SEQ_CLS"), (AutoModelForTokenClassification, "TOKEN_CLS")],
+    ("auto", "task"), [(AutoModelForSequenceClassification, "SEQ_CLS"), (AutoModelForTokenClassification, "TOKEN_CLS")]
 )
 def test_lora_config_trains_saves_and_merges_the_head(auto, task, upscaled, tmp_path):
     folder = upscaled("llama", "llama-pro")

@@ -112,11 +112,9 @@ def test_sharded_processes_train_as_one(method, corpus, tmp_path):
 
 
 @pytest.mark.product
-@pytest.mark.parametrize(
-    "check", [checks.assert_tied_tensors_are_saved_once, checks.assert_shared_run_goes_on_exactly]
-)
-def test_sharded_processes_save_once_and_go_on_exactly(check, corpus, tmp_path):
-    check(sharded, corpus, tmp_path)
+@pytest.mark.parametrize("law", ["tied_tensors_are_saved_once", "shared_run_goes_on_exactly"])
+def test_sharded_processes_save_once_and_go_on_exactly(law, corpus, tmp_path):
+    getattr(checks, f"assert_{law}")(sharded, corpus, tmp_path)
 
 
 @pytest.fixture
@@ -161,13 +159,10 @@ def test_configs_of_accelerate_are_read_as_they_are_meant(told_to_shard):
 
 def sharding(model=None, half: bool = False, **settings) -> SimpleNamespace:
     """Return what a Trainer is, as far as the mixin asks, where accelerate was told to use DeepSpeed."""
-    trainer = SimpleNamespace(
-        model=torch.nn.Linear(2, 2) if model is None else model,
-        is_fsdp_enabled=False,
-        is_deepspeed_enabled=True,
-        args=SimpleNamespace(bf16=half, world_size=2, process_index=1),
-        accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=Mock(deepspeed_config=settings))),
-    )
+    state = SimpleNamespace(deepspeed_plugin=Mock(deepspeed_config=settings))
+    arguments = SimpleNamespace(bf16=half, world_size=2, process_index=1)
+    trainer = SimpleNamespace(args=arguments, accelerator=SimpleNamespace(state=state), is_fsdp_enabled=False)
+    trainer.model, trainer.is_deepspeed_enabled = torch.nn.Linear(2, 2) if model is None else model, True
     prepare_sharing(trainer)
     return trainer
 
@@ -195,11 +190,8 @@ def test_checkpoint_of_other_sharding_is_not_resumed(tmp_path, file, stage):
     with refused(f"was saved by processes that {SAVED[file]}, and these {here}; resume it"):
         check_checkpoint(trainer, tmp_path)
     trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled = False, True
-    with (
-        nullcontext()
-        if "FSDP" in SAVED[file]
-        else refused(f"{SAVED[file]}, and these share parameters by FSDP; resume")
-    ):
+    by_fsdp = refused(f"{SAVED[file]}, and these share parameters by FSDP; resume it")
+    with nullcontext() if "FSDP" in SAVED[file] else by_fsdp:
         check_checkpoint(trainer, tmp_path)
 
 
