@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.cli.train import main
 from midus_hf.sources import progress as library_bars
+from midus_hf.training import callbacks
 from midus_hf.training.checkpoints import load_checkpoint
 from midus_hf.training.optim import set_trainable
 from midus_hf.training.run import measure_texts, run_training
@@ -219,6 +221,26 @@ def test_progress_of_a_run_is_printed_in_lines_each_minute(config_for, corpus, m
     lines = capsys.readouterr().err.splitlines()
     assert any(line.startswith("training:   0%|          | 0/2 ") for line in lines)
     assert any(line.startswith("evaluating:   0%|          | 0/") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "processor_seconds", "is_noted"),
+    [({}, 5.0, True), ({}, 11.0, False), *(({name: value}, 5.0, False) for name, value in
+      {"world_size": 2, "threads": 1, "device": torch.device("meta")}.items())],
+)  # fmt: skip
+def test_busy_cores_are_noted_once(changes, processor_seconds, is_noted, monkeypatch, capsys):
+    given = {"world_size": 1, "device": torch.device("cpu"), "threads": 2, **changes}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: given["threads"])
+    clock = SimpleNamespace(seconds=0.0)
+    times = {"monotonic": lambda: clock.seconds, "process_time": lambda: clock.seconds * processor_seconds / 12}
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(**times))
+    note = callbacks.BusyCoresNote()
+    for _ in range(6):
+        note.on_step_begin(SimpleNamespace(**given), None, None)
+        clock.seconds += 6
+        note.on_step_end(SimpleNamespace(**given), None, None)
+        clock.seconds += 60  # between steps, as for an evaluation
+    assert capsys.readouterr().err.count("With OMP_NUM_THREADS=1 none waits") == is_noted
 
 
 MEMORIES = {
