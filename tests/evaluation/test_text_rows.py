@@ -30,8 +30,7 @@ def test_documents_are_kept_apart_and_long_ones_are_cut():
 
 
 @pytest.mark.parametrize(
-    ("frame", "beginning"),
-    [("$A <eos>", []), ("<bos> $A", [1]), ("<bos> $A <eos>", [1]), ("<bos> <pad> $A", [1, 0])],
+    ("frame", "beginning"), [("$A <eos>", []), ("<bos> $A", [1]), ("<bos> $A <eos>", [1]), ("<bos> <pad> $A", [1, 0])]
 )
 def test_rows_begin_as_packed_sequences_do(frame, beginning):
     tokenizer, model = framing_tokenizer(frame), tiny_model("llama").eval()

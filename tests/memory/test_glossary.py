@@ -18,27 +18,20 @@ from midus_hf.memories.packs.options import PacksOptions
 
 IRON = Entry(("Iron ore", "Fe"), "A metal.")
 WRONG_ROWS = [
-    (
-        {"name": " ", "text": "x"},
-        "row 1 has the name ' '; expected a name, or a list of names. Write one, or remove the row.",
-    ),
-    ({"name": [], "text": "x"}, "row 1 has the name []; expected a name"),
-    ({"name": ["a", 3], "text": "x"}, "row 1 has the name ['a', 3]; expected a name"),
-    ({"name": "a"}, "row 1 has the text None; expected what is to be known of 'a'. Write it, or remove"),
-    ({"name": "a", "text": " "}, "row 1 has the text ' '; expected what is to be known"),
-    ({"name": "a", "text": "x", "exact": "true"}, "row 1 has exact = 'true'; expected true or false, in JSON"),
-    ({"name": "a; b", "text": "x"}, "the name 'a; b'; did you mean several names? Expected a list, \"name\": ["),
+    ({"name": " ", "text": "x"}, "the name ' '; expected a name, or a list of names. Write one"),
+    ({"name": [], "text": "x"}, "the name []; expected a name"),
+    ({"name": ["a", 3], "text": "x"}, "the name ['a', 3]; expected a name"),
+    ({"name": "a"}, "the text None; expected what is to be known of 'a'. Write it"),
+    ({"name": "a", "text": "x", "exact": "true"}, "exact = 'true'; expected true or false"),
+    ({"name": "a; b", "text": "x"}, "'a; b'; did you mean several names? Expected a list"),
     ({"name": '["a", "b"]', "text": "x"}, "did you mean several names?"),
     (
         {"name": "a\x00b", "text": "x"},
         "the name 'a\\x00b', which no text can have; expected characters that are seen.",
     ),
-    ({"name": "\u200b", "text": "x"}, "which no text can have; expected characters that are seen."),
-    ({"name": "a\udc80b", "text": "x"}, "which no text can have; expected characters that are seen."),
-    (
-        {"name": "a", "text": "x\ud800"},
-        "the text 'x\\ud800', with half a character; expected whole ones. Write it again",
-    ),
+    ({"name": "\u200b", "text": "x"}, "which no text can have"),
+    ({"name": "a\udc80b", "text": "x"}, "which no text can have"),
+    ({"name": "a", "text": "x\ud800"}, "'x\\ud800', with half a character; expected whole ones. Write it again"),
 ]
 
 
@@ -69,26 +62,18 @@ def test_rows_with_the_same_names_are_joined():
     [
         (IRON, Entry(("iron ore",), "A rock."), "iron ore"),
         (Entry(("Apple",), "A fruit."), Entry(("Apple",), "A firm.", True), "Apple"),
-        (Entry(("Apple",), "A firm.", True), Entry(("apple",), "A fruit."), "apple"),
         (Entry(("Apple",), "A fruit."), Entry(("Mac", "APPLE"), "A firm."), "APPLE"),
-        (Entry(("NaCl",), "Salt."), Entry(("nacl",), "A word."), "nacl"),
         (Entry(("a_b c",), "A table."), Entry(("a-b_c",), "A queue."), "a-b_c"),
-        (Entry(("iPhone_x",), "A phone.", True), Entry(("iPhone x",), "A tool."), "iPhone x"),
     ],
     ids=str,
 )
 def test_a_name_that_would_find_two_entries_is_refused(first, second, name):
-    message = (
-        f"row 2 has the name {name!r}, which would also find the entry of row 1; expected names that find one entry."
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"row 2 has the name {name!r}, .* of row 1; expected names that find one"):
         joined(rows_of(first, second))
     with pytest.raises(ValueError, match=f"row 2 has the name {first.names[0]!r}"):
         joined(rows_of(second, first))
     glossary = Glossary(tiny_tokenizer(), [first])
-    with pytest.raises(
-        ValueError, match=f"the new entry has the name {name!r}, which finds the entry {first.names[0]!r}"
-    ):
+    with pytest.raises(ValueError, match=f"the name {name!r}, which finds the entry {first.names[0]!r}"):
         glossary.add(second.names, second.text, exact=second.exact)
     assert [*glossary] == [first]
 
@@ -100,9 +85,9 @@ def test_exact_names_that_differ_in_case_are_of_two_entries():
     assert [*joined(rows_of(*separated))[0].values()] == separated
 
 
-@pytest.mark.parametrize("names", [("Iron ore", "iron ore"), ("Iron ore", "iron ore", "IRON ORE")], ids=len)
-def test_one_entry_may_have_equal_names(names):
-    glossary = Glossary(tiny_tokenizer(), joined(rows_of(Entry(names, "A metal.")))[0].values())
+def test_one_entry_may_have_equal_names():
+    entry = Entry(("Iron ore", "iron ore", "IRON ORE"), "A metal.")
+    glossary = Glossary(tiny_tokenizer(), joined(rows_of(entry))[0].values())
     assert {found.entry for found in find_names(glossary.index, "In IRON ORE.")} == {1}
     glossary.remove("iron ore")
     assert not glossary.index.by_folded
@@ -114,20 +99,17 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     assert read_glossary(tmp_path) == entries
     first = (tmp_path / "glossary.jsonl").read_text(encoding="utf-8").splitlines()[0]
     assert first == '{"name": ["Iron ore", "Fe"], "text": "A metal."}'
+    row = '{"name": "a b", "text": "x"}'  # as written by hand
+    (tmp_path / "glossary.jsonl").write_text(f"\ufeff{row}\r\n\n  \n", encoding="utf-8")
+    assert read_glossary(tmp_path) == [Entry(("a b",), "x")]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            None,
-            r"there is no glossary.jsonl in .*; expected one next to the weights",
-        ),
-        (
-            '{"name": "a", "text": "x"}\n{',
-            r"line 2 of .*glossary.jsonl is no JSON \(.*\); expected a name and a text. Copy",
-        ),
-        ("[1]\n", r"line 1 of .*glossary.jsonl is \[1\]; expected a name and a text. Copy the file again."),
+        (None, r"there is no glossary.jsonl in .*; expected one next to the weights"),
+        ('{"name": "a", "text": "x"}\n{', r"line 2 of .*glossary.jsonl is no JSON \(.*\); expected a name and a text"),
+        ("[1]\n", r"line 1 of .* is \[1\]; expected a name and a text. Copy the file again."),
         ('{"name": "a", "text": ""}\n', r"line 1 of .*glossary.jsonl has the text ''"),
     ],
 )
@@ -136,12 +118,6 @@ def test_files_that_are_no_glossary(content, message, tmp_path):
         (tmp_path / "glossary.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
         read_glossary(tmp_path)
-
-
-def test_a_file_that_was_written_by_hand_is_read(tmp_path):
-    row = '{"name": "a b", "text": "x"}'
-    (tmp_path / "glossary.jsonl").write_text(f"\ufeff{row}\r\n\n  \n", encoding="utf-8")
-    assert read_glossary(tmp_path) == [Entry(("a b",), "x")]
 
 
 def test_entries_change_by_any_form_of_a_name():
@@ -157,22 +133,15 @@ def test_a_name_removes_all_entries_that_it_finds():
     """A file that was written by hand may have several."""
     entries = [Entry(("Merlin",), "A cache."), Entry(("Merlin", "Old bird"), "A bird.", True), IRON]
     glossary = Glossary(tiny_tokenizer(), entries)
-    with pytest.raises(
-        ValueError, match="the new text has names of 2 entries, 'Merlin', 'Merlin'; expected names of one"
-    ):
+    with pytest.raises(ValueError, match="names of 2 entries, 'Merlin', 'Merlin'; expected names of one"):
         glossary.replace("Merlin", "x")
     assert glossary.remove("Merlin") == entries[:2] and [*glossary] == [IRON]
     assert not glossary.opened(glossary.spelling.ids("The Merlin is an Old bird."))
 
 
 REPLACED = {
-    "a new name": ({"names": ["Fe", "Ferrum"]}, Entry(("Iron ore", "Fe", "Ferrum"), "Heavy.")),
     "a new name first": ({"names": ["Ferrum", "IRON ORE"]}, Entry(("Iron ore", "Fe", "Ferrum"), "Heavy.")),
-    "exact": ({"names": "Fe", "exact": True}, Entry(("Iron ore", "Fe"), "Heavy.", True)),
-    "exact, in its case": (
-        {"names": ["IRON ORE", "Fe"], "exact": True},
-        Entry(("Iron ore", "Fe", "IRON ORE"), "Heavy.", True),
-    ),
+    "exact": ({"names": ["IRON ORE", "Fe"], "exact": True}, Entry(("Iron ore", "Fe", "IRON ORE"), "Heavy.", True)),
     "neither": ({"names": ["Fe", "iron ore"]}, Entry(("Iron ore", "Fe"), "Heavy.")),
 }
 
@@ -190,27 +159,21 @@ def test_all_of_a_row_replaces_what_an_entry_has(case):
 def test_a_wrong_row_changes_nothing():
     glossary = Glossary(tiny_tokenizer(), [IRON, Entry(("York",), "A city.")])
     before = [*glossary]
-    for rows, message in (
-        (
-            [("Fe", "x"), (["York", "Iron ore"], "x")],
-            "row 2 has names of 2 entries, 'York', 'Iron ore'; expected names of one",
-        ),
-        (
-            [("Fe", "x"), (["York", "Lead"], "x"), (["Fe", "lead"], "x")],
-            "row 3 has the name 'Iron ore', which would also find",
-        ),
-        ([("Fe", "x"), ("zinc", "x")], "no entry has the name 'zinc'"),
+
+    def replace(*names):
+        rows = [(f"row {at}", {"name": name, "text": str(at)}) for at, name in enumerate(names, 1)]
+        glossary.change(rows, replaces=True)
+
+    for names, message in (
+        (["Fe", ["York", "Iron ore"]], "row 2 has names of 2 entries, 'York', 'Iron ore'; expected names of one"),
+        (["Fe", ["York", "Lead"], ["Fe", "lead"]], "row 3 has the name 'Iron ore', which would also find"),
+        (["Fe", "zinc"], "no entry has the name 'zinc'"),
     ):
         with pytest.raises(ValueError, match=message):
-            glossary.change(
-                [(f"row {at}", {"name": name, "text": text}) for at, (name, text) in enumerate(rows, 1)], replaces=True
-            )
+            replace(*names)
         assert [*glossary] == before
-    rows = [("Fe", "A"), ("Iron ore", "B")]
-    glossary.change(
-        [(f"row {at}", {"name": name, "text": text}) for at, (name, text) in enumerate(rows)], replaces=True
-    )
-    assert [*glossary] == [before[1], IRON._replace(text="A\nB")]
+    replace("Fe", "Iron ore")
+    assert [*glossary] == [before[1], IRON._replace(text="1\n2")]
 
 
 @pytest.mark.parametrize("change", [lambda each: each.add("a b", "x" * 9), lambda each: each.replace("Fe", "x" * 9)])
@@ -229,9 +192,7 @@ def test_new_names_end_the_record_of_protected_texts():
         glossary.replace(["Fe", "iron ore"], "x", exact=True)
         glossary.remove("Iron ore")
     assert within["options"] == {"protect": "texts.jsonl"}
-    with pytest.warns(
-        UserWarning, match=r"protected texts \(texts.jsonl\) are not checked against the new names; the model no"
-    ):
+    with pytest.warns(UserWarning, match=r"\(texts.jsonl\) are not checked against the new names; the model no"):
         glossary.add("a b", "x")
     assert within["options"] == {"protect": None}
     with warnings.catch_warnings(action="error"):
@@ -239,47 +200,25 @@ def test_new_names_end_the_record_of_protected_texts():
 
 
 WRONG_CHANGES = [
-    (
-        lambda entries: entries.add("iron ore", "x"),
-        "'iron ore', which finds the entry 'Iron ore'; expected a new name. Replace",
-    ),
-    (lambda entries: entries.add("a;b", "x"), "the new entry has the name 'a;b'; did you mean several names?"),
-    (
-        lambda entries: entries.add("Łódź", "x"),
-        "the new entry has the name 'Łódź', which the model's tokens do not spell",
-    ),
-    (
-        lambda entries: entries.add("a b", "ö" * 99),
-        f"has the text '{'ö' * 60}...', which the model's tokens do not spell",
-    ),
-    (lambda entries: entries.add(["a b", "Q"], "x"), "or frequent words, which almost every text has: 'Q'; expected"),
-    (
-        lambda entries: entries.replace(["Fe", "Q"], "x"),
-        "or frequent words, which almost every text has: 'Q'; expected",
-    ),
-    (
-        lambda entries: entries.add("a <S> b", "x"),
-        "finds the special token '<s>', which is not text to the model; expected",
-    ),
-    (
-        lambda entries: entries.add("a b", "of <s>"),
-        "the text 'of <s>', in which the tokenizer finds the special token",
-    ),
-    (lambda entries: entries.remove("Iron or"), "no entry has the name 'Iron or'; did you mean 'Iron ore'?"),
-    (lambda entries: entries.remove("fe"), "no entry has the name 'fe'; did you mean 'Iron ore'?"),
-    (lambda entries: entries.replace("zinc", "x"), "no entry has the name 'zinc'; expected a name of the glossary."),
-    (
-        lambda entries: entries.replace("Fe", " "),
-        "the new text has the text ' '; expected what is to be known of 'Fe'",
-    ),
+    ("add", "iron ore", "x", "'iron ore', which finds the entry 'Iron ore'; expected a new name. Replace"),
+    ("add", "a;b", "x", "the new entry has the name 'a;b'; did you mean several names?"),
+    ("add", "Łódź", "x", "the name 'Łódź', which the model's tokens do not spell"),
+    ("add", "a b", "ö" * 99, f"the text '{'ö' * 60}...', which the model's tokens do not spell"),
+    ("add", ["a b", "Q"], "x", "or frequent words, which almost every text has: 'Q'; expected"),
+    ("replace", ["Fe", "Q"], "x", "frequent words, which almost every text has: 'Q'"),
+    ("add", "a <S> b", "x", "finds the special token '<s>', which is not text to the model; expected"),
+    ("add", "a b", "of <s>", "the text 'of <s>', in which the tokenizer finds the special token"),
+    ("remove", "fe", None, "no entry has the name 'fe'; did you mean 'Iron ore'?"),
+    ("replace", "zinc", "x", "no entry has the name 'zinc'; expected a name of the glossary."),
+    ("replace", "Fe", " ", "the text ' '; expected what is to be known of 'Fe'"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG_CHANGES)
-def test_refused_changes_change_nothing(change, message):
+@pytest.mark.parametrize(("change", "names", "text", "message"), WRONG_CHANGES)
+def test_refused_changes_change_nothing(change, names, text, message):
     glossary = Glossary(tiny_tokenizer(), [IRON])
     with pytest.raises(ValueError) as refused:
-        change(glossary)
+        getattr(glossary, change)(names, *([] if text is None else [text]))
     assert message in str(refused.value) and [*glossary] == [IRON]
     assert [found.entry for found in find_names(glossary.index, "Fe")] == [1]
 
@@ -306,11 +245,8 @@ def test_names_with_an_s_are_found_unless_taken():
         return glossary.spelling.ids(text)
 
     assert glossary.named(ids("leads of old-birds and old b c")) == [2, 3]
-    assert glossary.forms(ids("Old-birds, old birds, OLD BIRD, leads, old b c")) == {
-        "Old-birds": 2,
-        "old birds": 2,
-        "old b c": 3,
-    }
+    forms = {"Old-birds": 2, "old birds": 2, "old b c": 3}
+    assert glossary.forms(ids("Old-birds, old birds, OLD BIRD, leads, old b c")) == forms
     assert not glossary.opened(ids("of leads is"))[1:]
     glossary.add("Old birds", "y")
     assert glossary.named(ids("old-birds")) == [4] and glossary.forms(ids("old-birds old birds")) == {"old-birds": 4}
@@ -319,9 +255,7 @@ def test_names_with_an_s_are_found_unless_taken():
 
 
 def test_open_at_end_needs_the_glossary_of_a_model():
-    with pytest.raises(
-        ValueError, match=r"this glossary is of no model, .*; expected model.glossary after from_pretrained"
-    ):
+    with pytest.raises(ValueError, match=r"of no model, .*; expected model.glossary after from_pretrained"):
         Glossary(tiny_tokenizer(), [IRON]).open_at_end([1])
 
 
@@ -331,24 +265,8 @@ def test_similar_names_are_suggested():
 
 
 NAMES = ["Ann", "19", "lead", "New York", "York", "C++", "gate-way", "京"]
-PARTS = [
-    *NAMES,
-    "Annapolis",
-    "1970",
-    "leads",
-    "lead\u0301",
-    "New Yorkers",
-    "apolis",
-    "70",
-    "s",
-    "New",
-    "\n",
-    " ",
-    " ",
-    ".",
-    "(",
-    "the",
-]
+PARTS = [*NAMES, "Annapolis", "1970", "leads", "lead\u0301", "New Yorkers", "apolis", "70", "s", "New", "\n", " ", " "]
+PARTS += [".", "(", "the"]
 
 
 def _trained(pattern, metaspace=False):
@@ -360,9 +278,8 @@ def _trained(pattern, metaspace=False):
     tokenizer.decoder = spaces if metaspace else decoders.ByteLevel()
     every = [f"<0x{number:02X}>" for number in range(256)] if metaspace else []
     alphabet = [] if metaspace else pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340, special_tokens=["<unk>", *every], initial_alphabet=alphabet, show_progress=False
-    )
+    sizes = {"vocab_size": 340, "special_tokens": ["<unk>", *every], "initial_alphabet": alphabet}
+    trainer = trainers.BpeTrainer(**sizes, show_progress=False)
     tokenizer.train_from_iterator([" ".join(PARTS), "(Ann) lead, New York."] * 4, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 

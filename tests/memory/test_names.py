@@ -4,11 +4,10 @@ import itertools
 import unicodedata
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from models.pack_models import tiny_tokenizer
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, WordLevel, WordPiece
 from transformers import PreTrainedTokenizerFast
 
@@ -18,21 +17,17 @@ from midus_hf.memories.packs.opening import OpeningTracker, RowState, readings_o
 from midus_hf.memories.packs.options import PacksOptions
 
 
-def table_of(names):
-    """Names by their entries: a name, or a name that is exact in a list."""
-    given_names = ((name, False) if isinstance(name, str) else (*name, True) for name in names)
-    return NameIndex((name_of(number, *name) for number, name in enumerate(given_names, 1)), {"leads"})
-
-
 def bytes_of(pieces):
     return [piece if piece is None or isinstance(piece, bytes) else piece.encode() for piece in pieces]
 
 
 class Pieces:
-    """A glossary of names, of which tokens are numbers of pieces."""
+    """A glossary of names, those in lists exact, whose tokens are numbers of pieces."""
 
     def __init__(self, names, pieces=(), links=None):
-        self.index, self.pieces, self.links = table_of(names), bytes_of(pieces), links or {}
+        given_names = ((name, False) if isinstance(name, str) else (*name, True) for name in names)
+        self.index = NameIndex((name_of(number, *name) for number, name in enumerate(given_names, 1)), {"leads"})
+        self.pieces, self.links = bytes_of(pieces), links or {}
         self.spelling, self.chat_marks, self.lookback_tokens = self, None, self.index.lookback_tokens
 
     def piece(self, token):
@@ -61,36 +56,24 @@ FOUND = {
     "not within words": (["gold", "carbon"], ["Goldfinger", " marigold Carboni", "ferous"], []),
     "not within numbers": (["42", "Unit 1"], ["1942 4200", " Unit 1", "2 is"], []),
     "behind a line": (["gold"], ["_gold gold_"], []),
-    "a longer name": (["Unit 1", "Unit 12"], ["Unit 1", "2", " is"], [2]),
     "a name at the end of a longer one": (["cache", "Merlin cache"], ["the Merlin", " cache", " is"], [2]),
     "a longer name of words": (["New York", "New York City"], ["New York", " Ci", "ty"], [2]),
     "a longer name that does not come": (["New York", "New York C"], ["New York", " C", "ity"], [1]),
     "within a longer one that is none": (["York", "New York"], ["York or New York", "ers"], [1]),
     "again within a word": (["gold", "tin", "zinc"], ["zinc tin gold gold", "en"], [1, 2, 3]),
     "overlapping": (["a b c", "c d e"], ["a b c", " d e"], [2, 1]),
-    "overlapping within a token": (["a b", "b c"], ["a b", " c"], [2, 1]),
-    "two in one token": (["gold", "tin"], ["gold,tin"], [2, 1]),
     "in another case": (["sodium"], ["SODIUM Sodi", "um"], [1]),
-    "short ones keep their case": (["He", "Na"], ["he NA na"], []),
-    "short ones": (["He", "Na"], ["He, Na"], [2, 1]),
-    "a capital within": (["NaCl", "iPhone"], ["nacl iphone NACL"], []),
-    "as a capital within": (["NaCl", "iPhone"], ["NaCl iPhone"], [2, 1]),
+    "short ones keep their case": (["He", "Na"], ["he HE Na"], [2]),
+    "a capital within": (["NaCl", "iPhone"], ["nacl NACL iPhone"], [2]),
     "exact": ([["Mercury"], "Venus"], ["mercury venus"], [2]),
-    "exact as written": ([["Mercury"], "Venus"], ["Mercury"], [1]),
     "exact beside any": ([["Mercury"], "mercury"], ["Mercury"], [2, 1]),
-    "letters of other scripts": (["Müll", "ключ"], ["Müller ключи"], []),
-    "in other scripts": (["Müll", "ключ"], ["«Müll» и КЛЮЧ."], [2, 1]),
+    "letters of other scripts": (["Müll", "ключ"], ["Müller «КЛЮЧ»."], [2]),
     "a combining mark goes on": (["Cafe"], ["Cafe", "\u0301"], []),
-    "decomposed": (["Café"], [unicodedata.normalize("NFD", "Café")], [1]),
     "composed": ([unicodedata.normalize("NFD", "Café")], ["CAFÉ"], [1]),
     "sharp s": (["Straße"], ["STRASSE"], [1]),
-    "no-break space": (["New York"], ["New\u00a0York"], [1]),
     "zero width space": (["New York"], ["\u200bNew\u200b Yo\u200brk"], [1]),
     "soft hyphen": (["gateway"], ["gate\u00adway"], [1]),
-    "a soft hyphen within a word": (["gate"], ["gate\u00adway"], []),
     "apostrophe": (["O'Reilly"], ["O\u2019Reilly"], [1]),
-    "hyphen": (["Coca-Cola"], ["Coca\u2011Cola"], [1]),
-    "several spaces": (["New York"], ["New", " ", " ", " ", "York"], [1]),
     "a line break": (["New York"], ["New", "\r\n", "York"], [1]),
     "a character over tokens": (["Café"], [b"Caf\xc3", b"\xa9"], [1]),
     "a broken character": (["Café"], [b"Caf\xc3", b"\xc3", b"\xa9"], []),
@@ -99,32 +82,26 @@ FOUND = {
     "not a part of a Kana": (["ハ"], ["バ", "ナナ"], []),
     "Thai": (["ไทย"], ["ประเทศไทยมี"], [1]),
     "not without its vowel": (["ก"], ["ก", "ิ"], []),
-    "Latin within Han": (["Linux"], ["在Linux系统"], [1]),
-    "special tokens break a name": (["New York"], ["New", None, " York"], []),
-    "and words": (["York"], ["New", None, "York"], [1]),
+    "special tokens break a name": (["New York", "York"], ["New", None, " York"], [2]),
     "nothing but signs": (["C++", "->"], ["C", "++", "a->b"], [2, 1]),
     "Latin before a particle": (["Merlin", "Unit 1"], ["Merlin", "은 Unit 1", "에서"], [2, 1]),
     "Hangul before a particle": (["게이트웨이"], ["새 게이트", "웨이", "는 어느"], [1]),
     "Hangul within a word": (["이터"], ["데이터", "는"], []),
-    "a longer number before a particle": (["Unit 1"], ["Unit 1", "2", "은"], []),
     "a part of a syllable": (["가"], ["간 ", "\u1100\u1161", "\u11ab"], []),
     "Hangul before letters alone": (["게이트웨이"], ["게이트웨이", "ㅠㅠ"], [1]),
     "where the script changes": (["Linux", "ключ"], ["Linux", "ом newключ", "ами"], [1]),
     "where the script changes behind a mark": (["Café"], ["Cafe\u0301", "ом"], [1]),
     "before a letter of several scripts": (["Hawai"], ["Hawai", "\u02bbi"], []),
     "other separators": (["billing_sync_v2", "New York"], ["Billing", " sync", "-v2, new_", "york"], [2, 1]),
-    "other separators in its case": (["iPhone-X", "NaCl"], ["iPhone X iphone_x na_cl"], [1]),
     "separators at edges": (["-a", "b_"], ["- a b -", "a"], [1]),
     "two separators": (["a_b", "New York"], ["a__b a_-b a_ b New- York"], []),
     "a part of separated words": (["billing", "sync_v2"], ["billing_", "sync_v2"], []),
     "exact separators": ([["foo_bar"], ["foo-bar"]], ["foo-", "bar foo bar"], [2]),
     "an s": (["Harrow", "Old bird", "café"], ["whats harrow", "s port, OLD BIRDS Café", "s"], [3, 2, 1]),
     "an s in its case": (["iPhone"], ["iPhones"], [1]),
-    "an s in another case": (["iPhone"], ["iphones"], []),
     "an s and more": (["Harrow"], ["harrow", "s", "mith harrowss"], []),
     "an s behind a short name, a digit or an s": (["Ann", "Unit 12", "Mars"], ["anns unit 12s marss"], []),
     "an s behind an exact name": ([["Harrow"], "ключ"], ["Harrows ключs"], [2]),
-    "an s in another name": (["Harrow", "Harrows"], ["Harrow", "s"], [2]),
     "an s in a frequent word": (["Lead", "Old lead"], ["leads old leads"], [2]),
 }
 
@@ -145,7 +122,7 @@ def test_no_splitting_into_tokens_changes_what_is_open(case):
 
 
 def test_a_name_closes_where_its_word_goes_on():
-    does = [*names_in(table_of(["gold", "Unit 1"]), bytes_of(["the go", "ld", "en", " Unit ", "1", ".", "2"]))]
+    does = [*names_in(Pieces(["gold", "Unit 1"]).index, bytes_of(["the go", "ld", "en", " Unit ", "1", ".", "2"]))]
     assert [[found.entry for found in token.opens] for token in does] == [[], [1], [], [], [2], [], []]
     assert [[found.entry for found in token.closes] for token in does] == [[], [], [1], [], [], [], []]
 
@@ -223,7 +200,6 @@ def test_chunks_open_what_one_pass_opens(pieces, sizes, most):
     ("linked", "options", "expected"),
     [
         ({}, {}, ((2, 3), 2)),
-        ({}, {"open": 3}, ((1, 2, 3), 2)),
         ({3: (1,)}, {"open": 3}, ((1, 2, 3), 2)),
         ({3: (4,), 2: (5,)}, {"open": 4}, ((1, 2, 3, 4), 2)),
         ({3: (4,), 2: (5,)}, {"open": 5}, ((1, 2, 5, 3, 4), 2)),
@@ -257,9 +233,8 @@ def test_names_that_find_one_text_may_be_the_same(one, other, exact):
 
 @given(st.lists(st.sampled_from(["ab", "b", "é", "京", "가a"]), min_size=1, max_size=4), st.data())
 def test_separators_within_names_are_equal(words, data):
-    separators = st.lists(
-        st.sampled_from(["-", "_", " ", "\u00a0", "\u2011"]), min_size=len(words), max_size=len(words)
-    )
+    one = st.sampled_from(["-", "_", " ", "\u00a0", "\u2011"])
+    separators = st.lists(one, min_size=len(words), max_size=len(words))
     name, text = ("".join(map("".join, zip(words, data.draw(separators), strict=True)))[:-1] for _ in range(2))
     assert open_at_end([name], [f"({text})"]) == [1]
 
@@ -338,20 +313,14 @@ def test_names_that_tokens_do_not_spell():
 
 
 def test_a_slow_tokenizer_is_refused():
-    class Slow:
-        is_fast = False
-
-    with pytest.raises(ValueError, match=r"the tokenizer is a Slow, .*; expected one with tokenizer.json. Convert it"):
-        TokenSpelling(Slow())
+    with pytest.raises(ValueError, match=r"is a Slow, .*; expected one with tokenizer.json. Convert it"):
+        TokenSpelling(type("Slow", (), {"is_fast": False})())
 
 
 def test_texts_end_where_something_may_follow():
     tokenizer = tiny_tokenizer()
     assert TokenSpelling(tokenizer).ids("a") == tokenizer("a")["input_ids"]
-    from tokenizers import processors
-
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
-    assert TokenSpelling(tokenizer).ids("a")[0] == 1 and TokenSpelling(tokenizer).ids("a")[-1] != 2
-    assert torch.tensor(TokenSpelling(tokenizer).ids("a")).shape == (2,)
+    frame = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer.backend_tokenizer.post_processor = frame
+    begin, letter = TokenSpelling(tokenizer).ids("a")
+    assert begin == 1 and letter != 2

@@ -42,9 +42,7 @@ def run_parts(engine, memory, parts, padding=0):
 
 @pytest.mark.parametrize("options", [HASHED, EXACT, {**HASHED, "kernel": 0}, {**HASHED, "max_order": 2, "kernel": 2}])
 def test_parts_of_prompts_read_earlier_tokens(options, engine):
-    memory = filled(options)
-    expected = run(memory)
-    served = filled_in_vllm(options)
+    expected, served = run(filled(options)), filled_in_vllm(options)
     assert type(served) is PagedEngramMemory
     outputs = [[], []]
     passes = [
@@ -64,10 +62,9 @@ def test_parts_of_prompts_read_earlier_tokens(options, engine):
 
 def test_earlier_tokens_are_none_while_there_is_no_cache(engine):
     memory = filled_in_vllm(HASHED)
-    alone = torch.cat([run_parts(engine, memory, [(0, FIRST, at, at + 1)]) for at in (0,)])
+    alone = run_parts(engine, memory, [(0, FIRST, 0, 1)])
     engine.context.attn_metadata = None
-    state = SlotState("first", "ngrams.1")
-    output = memory(states()[:1], input_ids=IDS[:1], state=state)
+    output = memory(states()[:1], input_ids=IDS[:1], state=SlotState("first", "ngrams.1"))
     assert_same(output[0, :1], alone)
 
 
@@ -85,40 +82,30 @@ def test_options_that_leave_tables_empty_are_refused(path, engine):
     SlotStates(None, None, {("ngrams", 1): None})
     owner, _, name = path.rpartition(".")
     setattr(attrgetter(owner)(engine.config) if owner else engine.config, name, True)
-    with pytest.raises(
-        ValueError, match=f"the memory 'ngrams' so, .*: {WRONG_SETTINGS[path]}, or serve the model with"
-    ):
+    with pytest.raises(ValueError, match=f"memory 'ngrams' so, .*: {WRONG_SETTINGS[path]}, or serve the model with"):
         SlotStates(None, None, {("ngrams", 1): None})
 
 
 def a_model(*attentions):
-    return SimpleNamespace(layers=[SimpleNamespace(mixer_part=SimpleNamespace(attn=each)) for each in attentions])
+    return SimpleNamespace(layers=[SimpleNamespace(mixer_part=SimpleNamespace(**each)) for each in attentions])
 
 
 def test_slots_are_those_of_the_first_full_layer(engine):
     sliding, whole = Attention("sliding"), Attention("whole")
     sliding.sliding_window = 8
-    assert first_attention(a_model(sliding, whole), "ngrams") is whole
-    with pytest.raises(
-        ValueError, match=r"no layer .* tokens that the memory 'ngrams' reads; expected one. Serve the model"
-    ):
-        first_attention(a_model(sliding), "ngrams")
+    assert first_attention(a_model({"attn": sliding}, {"attn": whole}), "ngrams") is whole
+    with pytest.raises(ValueError, match=r"no layer .* memory 'ngrams' reads; expected one. Serve the model"):
+        first_attention(a_model({"attn": sliding}), "ngrams")
 
 
 def test_another_backend_and_another_version_are_refused(engine, monkeypatch):
     monkeypatch.setattr(vllm, "version", lambda name: "0.99.1")
     attention = Attention("first")
     attention.attn_backend = SimpleNamespace(get_name=lambda: "FLASHINFER")
-    with pytest.raises(
-        ValueError, match=r"runs by FLASHINFER, .*'ngrams' .*vLLM 0.99.1.*; expected CPU_ATTN.* Choose one with"
-    ):
-        first_attention(a_model(attention), "ngrams")
-    with pytest.raises(
-        ValueError, match=r"SimpleNamespace of vLLM 0.99.1 has no attn, .*; expected vLLM 0.32.0. Or serve"
-    ):
-        first_attention(SimpleNamespace(layers=[SimpleNamespace(mixer_part=SimpleNamespace())]), "ngrams")
+    with pytest.raises(ValueError, match=r"FLASHINFER, .*vLLM 0.99.1.*; expected CPU_ATTN.* Choose one with"):
+        first_attention(a_model({"attn": attention}), "ngrams")
+    with pytest.raises(ValueError, match=r"of vLLM 0.99.1 has no attn, .*; expected vLLM 0.32.0. Or serve"):
+        first_attention(a_model({}), "ngrams")
     engine.context.attn_metadata = [{}, {}]
-    with pytest.raises(
-        ValueError, match=r"^vLLM 0.99.1 runs a pass in several parts, which memories that read the tokens before"
-    ):
+    with pytest.raises(ValueError, match=r"^vLLM 0.99.1 runs a pass in several parts"):
         vllm.slots_of_pass("first")

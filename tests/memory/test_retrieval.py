@@ -21,12 +21,7 @@ PROJECTION = DeclaredTensor((24, 24), "projection", Normal(1 / math.sqrt(24)))
 # With four heads of six features, and six sub-keys or slots.
 TENSORS = {
     "midus-hml": {"row_keys": KEYS, "column_keys": KEYS, "value_bank": VALUES, "value_transform": TRANSFORM},
-    "midus-pkm": {
-        "query_projection.weight": PROJECTION,
-        "row_keys": KEYS,
-        "column_keys": KEYS,
-        "value_bank": SHARED,
-    },
+    "midus-pkm": {"query_projection.weight": PROJECTION, "row_keys": KEYS, "column_keys": KEYS, "value_bank": SHARED},
     "midus-linear": {"query_projection.weight": PROJECTION, "slot_keys": SLOTS, "value_bank": FEW},
 }
 OF_NORM = {

@@ -62,9 +62,7 @@ ROWS["documents"] = (TokenPlaces(None, STARTS), [[[0, 1, 2], [3, 4, 5, 6, 7]], [
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"balance": "released"}, {"shared_chapters": 2}, {"shared_chapters": 0, "k": 3}],
-    ids=str,
+    "options", [{}, {"balance": "released"}, {"shared_chapters": 2}, {"shared_chapters": 0, "k": 3}], ids=str
 )
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("routing", ["chunk", "token", "sequence"])

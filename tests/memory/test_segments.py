@@ -85,10 +85,7 @@ def test_segments_of_any_rows_equal_loops(options, rows):
 @pytest.mark.usefixtures("fewest_together")
 @settings(max_examples=25)
 @given(
-    options=CHUNKS,
-    left=st.integers(0, 6),
-    right=st.integers(0, 6),
-    cuts=st.lists(st.integers(0, TOKENS), max_size=6),
+    options=CHUNKS, left=st.integers(0, 6), right=st.integers(0, 6), cuts=st.lists(st.integers(0, TOKENS), max_size=6)
 )
 @example(options={"chunk_size": 3}, left=0, right=3, cuts=[8, 9, 10, 11, 12])
 def test_steps_equal_one_pass(options, left, right, cuts):

@@ -67,25 +67,10 @@ TEMPLATES = {
     "ChatML": each(*CHATML, "<|im_start|>system\n{}<|im_end|>\n"),
     "ChatML, a default prompt": each(*CHATML, begin="<|im_start|>system\nBe brief.<|im_end|>\n"),
     "Llama 2": each("<s>[INST] {} [/INST]", " {} </s>", "", "<<SYS>>\n{}\n<</SYS>>\n\n"),
-    "Llama 3": each(
-        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n{}<|eot_id|>",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        begin="<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday: 26 Jul 2024\n\n<|eot_id|>",
-    ),
-    "Mistral": each("[INST] {}[/INST]", " {}</s>", "", begin="<s>"),
-    "Gemma": each(
-        "<start_of_turn>user\n{}<end_of_turn>\n",
-        "<start_of_turn>model\n{}<end_of_turn>\n",
-        "<start_of_turn>model\n",
-        begin="<bos>",
-    ),
     "Zephyr": each("<|user|>\n{}</s>\n", "<|assistant|>\n{}</s>\n", "<|assistant|>\n", "<|system|>\n{}</s>\n"),
     "OLMo 2": each("<|user|>\n{}\n", "<|assistant|>\n{}<|endoftext|>\n", "<|assistant|>\n", begin="<|endoftext|>"),
     "Alpaca": each("### Instruction:\n{}\n\n", "### Response:\n{}\n\n", "### Response:\n", "{}\n\n"),
     "Vicuna": each("USER: {} ", "ASSISTANT: {}</s>", "ASSISTANT:", begin="A chat between two people. "),
-    "DeepSeek LLM": each("User: {}\n\n", "Assistant: {}<eos>", "Assistant:", begin="<bos>"),
-    "Phi-3": each("<|user|>\n{}<|end|>\n", "<|assistant|>\n{}<|end|>\n", "<|assistant|>\n", "<|system|>\n{}<|end|>\n"),
     "Qwen 3": THOUGHTS,
     "GLM 4.5, words without thoughts": THOUGHTLESS,
     "words after the last question": LAST_WORDS,
@@ -94,19 +79,7 @@ TEMPLATES = {
     "initials": INITIALS,
     "the recipe's": (Path(__file__).parents[2] / "configs" / "sft" / "alpaca.jinja").read_text(),
 }
-SPECIAL = [
-    *(
-        "<|im_start|>",
-        "<|im_end|>",
-        "<s>",
-        "</s>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eot_id|>",
-        "<|begin_of_text|>",
-    ),
-    *("<start_of_turn>", "<end_of_turn>", "<|end|>", "<|endoftext|>"),
-]
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|endoftext|>")
 
 
 def metaspace_tokenizer() -> PreTrainedTokenizerFast:
@@ -114,9 +87,8 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     tokens = ["<pad>", "<bos>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, [], byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    of_bytes = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(of_bytes)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
@@ -138,20 +110,18 @@ def ids_of(tokenizer, chat, said="", **arguments):
 
 def open_behind(tokenizer, ids, sizes=None):
     """The entries that are open at the last token, and whether they are read as in a chat, in passes of some sizes."""
-    glossary, options = (
-        Glossary(tokenizer, [Entry(("Kestrel",), "a bird"), Entry(("Merlin",), "a cache")]),
-        PacksOptions(),
-    )
+    glossary = Glossary(tokenizer, [Entry(("Kestrel",), "a bird"), Entry(("Merlin",), "a cache")])
     state, done = RowState(), 0
+
+    def row_of(state):
+        return OpeningTracker(glossary, PacksOptions(), state, lambda first, end: ids[first:end])
+
     for size in [*(sizes or []), len(ids)]:
-        row, part = (
-            OpeningTracker(glossary, options, state, lambda first, end: ids[first:end]),
-            ids[done : done + size],
-        )
+        row, part = row_of(state), ids[done : done + size]
         row.read_before(ids[max(0, done - glossary.lookback_tokens) : done], done)
         _, states = readings_of(row, part, range(done, done + len(part)), None)
         state, done = states[-1] if states else state, done + len(part)
-    pack = OpeningTracker(glossary, options, state, lambda first, end: ids[first:end]).pack()
+    pack = row_of(state).pack()
     return None if pack is None else pack[0]
 
 
@@ -182,15 +152,10 @@ def test_open_entries_stay_open_through_a_conversation(name, kind):
     assert open_behind(tokenizer, ids).entries == (1,)
 
 
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ("Not\nKestrel", (2, 1)),
-        ("Not\nKestrel, but\nthat", (2,)),
-        ("Merlin is\nthis", (2,)),
-        ("Kestrel and Merlin", (2, 1)),
-    ],
-)
+SAID = [("Not\nKestrel", (2, 1)), ("Not\nKestrel, but\nthat", (2,)), ("Kestrel and Merlin", (2, 1))]
+
+
+@pytest.mark.parametrize(("said", "expected"), SAID)
 def test_entries_an_answer_names_close_with_their_line(said, expected):
     tokenizer = tokenizer_of("Zephyr", "text")
     chat = chat_of("What is Merlin\nfor?")
@@ -266,27 +231,34 @@ def test_the_prefix_of_entries_is_the_users_header():
     assert tokenizer.decode(Glossary(tokenizer).token_prefix(True)) == "<bos>USER: "
 
 
-@pytest.mark.parametrize(
-    "template", [None, "{{ messages[0]['content'] }}", "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"]
-)
+UNSEEN = "the chat template does not show where questions and answers begin: packs close at the ends of lines"
+WITHOUT_MARKS = {
+    None: "None",
+    "{{ messages[0]['content'] }}": UNSEEN,
+    "{% for m in messages %}{{ m['content'] }}\n{% endfor %}": UNSEEN,
+    "{{ raise_exception('no user may speak') }}": "the chat template cannot be rendered (no user may speak): packs",
+}
+
+
+@pytest.mark.parametrize("template", WITHOUT_MARKS)
 def test_chats_without_marks_are_plain_text(template):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     glossary = Glossary(tokenizer)
     assert glossary.chat_marks is None and glossary.token_prefix(True) == glossary.spelling.in_front
+    assert str(glossary.chat_remark).startswith(WITHOUT_MARKS[template])
 
 
 def test_marks_are_learnt_where_turns_differ():
     """A system prompt in the first question, and words after the last one, are no part of a mark; nor is the number of a turn."""
-    learnt = {
-        name: Glossary(tokenizer_of(name, "special tokens")).chat_marks
-        for name in ("Llama 2, a default prompt", "words after the last question", "numbers of turns")
-    }
-    assert [(marks.question, marks.answer) for marks in learnt.values()] == [
-        (b"[INST]", b"[/INST]"),
-        (b"\0<|im_start|>\0user", b"\0<|im_end|>\0\n\0<|im_start|>\0assistant"),
-        (b"\0<|im_start|>\0user", b"\0<|im_end|>\0\n\0<|im_start|>\0assistant"),
-    ]
+    after_words = (b"\0<|im_start|>\0user", b"\0<|im_end|>\0\n\0<|im_start|>\0assistant")
+    for name, expected in (
+        ("Llama 2, a default prompt", (b"[INST]", b"[/INST]")),
+        ("words after the last question", after_words),
+        ("numbers of turns", after_words),
+    ):
+        marks = Glossary(tokenizer_of(name, "special tokens")).chat_marks
+        assert (marks.question, marks.answer) == expected
     tokenizer = tokenizer_of("Llama 2, a default prompt", "special tokens")
     assert tokenizer.decode(Glossary(tokenizer).token_prefix(True)) == "[INST] "
 
@@ -296,28 +268,6 @@ def test_marks_are_learnt_from_contents_in_parts():
     tokenizer.chat_template = PARTS
     chat = [{"role": "user", "content": [{"type": "text", "text": "Is\nKestrel it?\nSay."}]}]
     assert open_behind(tokenizer, ids_of(tokenizer, chat, "It\nis"))[:2] == ((1,), True)
-
-
-@pytest.mark.parametrize(
-    ("template", "remark"),
-    [
-        (
-            "{{ raise_exception('no user may speak') }}",
-            "the chat template cannot be rendered (no user may speak): packs",
-        ),
-        (
-            "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
-            "the chat template does not show where questions and answers begin: packs close at the ends of lines in chats, as in "
-            "other texts. Expected the same words before each question, and before each answer.",
-        ),
-    ],
-)
-def test_a_template_without_marks_is_told(template, remark):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    glossary = Glossary(tokenizer)
-    assert glossary.chat_marks is None and str(glossary.chat_remark).startswith(remark)
-    assert Glossary(byte_tokenizer()).chat_remark is None
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,7 @@ from midus_hf.memories.ultramem_v2.options import UltraMemV2Options, best_scores
 
 SIZES = ModelSizes(hidden_size=16, num_heads=2, intermediate_size=40, num_layers=4)
 SMALL = {"n": 4, "k": 3, "key_width": 5, "value_width": 6, "pre_value_width": 2, "zero": "none"}
-KINDS = {
-    "plain": {},
-    "no-pre-values": {"pre_value_width": 0},
-    "heads": {"heads": 2, "rank": 3},
-    "rank-1": {"rank": 1},
-}
+KINDS = {"plain": {}, "no-pre-values": {"pre_value_width": 0}, "heads": {"heads": 2, "rank": 3}, "rank-1": {"rank": 1}}
 
 
 def build(index=0, dtype=torch.float64, **options):
@@ -62,8 +57,7 @@ def test_ultramem_v2_matches_the_equations(kind):
 
 
 @pytest.mark.parametrize(
-    ("share", "index", "first"),
-    [("ring:4", 0, 3), ("ring:4", 3, 2), ("ring:2", 3, 3), ("all", 2, 0)],
+    ("share", "index", "first"), [("ring:4", 0, 3), ("ring:4", 3, 2), ("ring:2", 3, 3), ("all", 2, 0)]
 )
 def test_layer_reads_its_segment_of_a_shared_table(share, index, first):
     memory = build(index, share=share, k=8)

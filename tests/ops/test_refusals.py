@@ -5,6 +5,7 @@ import torch
 from ops.table import stacked
 
 from midus_hf.ops import flat_key_topk, headwise_memory, op_choices, product_key_topk, weighted_gather
+from midus_hf.ops.block_linear.op import block_linear
 from midus_hf.ops.gather.op import gathered_products
 from midus_hf.ops.moc.op import chapter_attention
 from midus_hf.ops.moc.triton import segment_refusal
@@ -24,50 +25,40 @@ TAKEN = {
     chapter_attention: {**CHAPTERS, "chapters": (6, 2), "scales": (6, 2)},
     depth_attention: {"query": (1, 4, 3, 4), "keys": [(1, 2, 3, 4)], "values": [(1, 2, 3, 4)], "scaling": 1.0},
     weighted_gather: {"bank": (7, 5), "slots": (2, 3, 6), "weights": (2, 3, 6)},
+    block_linear: {"inputs": (5, 3, 4), "weights": (3, 6, 4), "blocks": (5,)},
     gathered_products: {"vectors": (2, 3, 5), "bank": (7, 5), "slots": (2, 3, 6)},
 }
 WRONG = [
     (product_key_topk, {"query": (3, 2, 6)}, r"query ends in \(2, 6\); expected \(heads, 2 \* sub-key width\) = \(2, 8\)"),
-    (product_key_topk, {"query": (3, 4, 8)}, r"query ends in \(4, 8\)"),
-    (product_key_topk, {"query": (8,)}, r"query ends in \(8,\)"),
     (product_key_topk, {"row_keys": (1, 2, 5, 4)}, r"row_keys is \(1, 2, 5, 4\); expected \[heads, n, sub-key width\]"),
-    (product_key_topk, {"row_keys": (2, 5)}, r"row_keys is \(2, 5\); expected"),
     (product_key_topk, {"column_keys": (2, 6, 4)}, r"column_keys is \(2, 6, 4\); expected the shape of row_keys, \(2, 5, 4\)"),
     *((product_key_topk, {"k": k}, rf"k is {k}; expected 1 <= k <= n = 5\. Lower k or raise n") for k in (0, 6)),
     (flat_key_topk, {"keys": (3, 4)}, r"keys is \(3, 4\); expected \[heads, slots, key width\]"),
     (flat_key_topk, {"keys": (2, 5, 3)}, r"query ends in \(2, 4\); expected \(heads, key width\) = \(2, 3\)"),
     (flat_key_topk, {"k": 6}, r"k is 6; expected 1 <= k <= N = 5\. Lower k or raise N"),
     (headwise_memory, {"value_bank": (24, 5)}, r"value_bank is \(24, 5\); expected \[n \* n, v\] or .* n \* n = 25"),
-    (headwise_memory, {"value_bank": (25,)}, r"value_bank is \(25,\); expected"),
     (headwise_memory, {"value_bank": (2, 25, 5)}, "value_transform is given with a bank per head; expected None, or"),
     (headwise_memory, {"value_transform": (2, 5, 4)}, r"value_transform is \(2, 5, 4\); expected \(H, v, v\) = \(2, 5, 5\)"),
-    (headwise_memory, {"value_transform": (1, 5, 5)}, r"value_transform is \(1, 5, 5\); expected"),
-    (headwise_memory, {"column_keys": (2, 6, 4)}, r"column_keys is \(2, 6, 4\); expected the shape of row_keys"),
     (tucker_topk, dict.fromkeys(SCORES, (2, 5, 2)), r"row_scores is \(2, 5, 2\) and column_scores"),
     (tucker_topk, {"column_scores": (3, 2, 4, 2)}, r"column_scores \(3, 2, 4, 2\); expected equal shapes"),
     (tucker_topk, {"core": (2, 2, 3)}, r"core is \(2, 2, 3\); expected \(2, 2, 2\)"),
     (tucker_topk, {"row_vector": (2, 3)}, r"row_vector is \(2, 3\); expected \(2, 2\)"),
-    (tucker_topk, {"column_vector": (2,)}, r"column_vector is \(2,\); expected"),
     *((tucker_topk, {"side": side}, f"side is {side}; expected 1 <= side <= n = 5") for side in (0, 6)),
     *((tucker_topk, {"k": k}, f"k is {k}; expected 1 <= k <= 9, the pairs") for k in (0, 10)),
     (chapter_attention, {"values": (5, 3, 4, 3)}, r"values is \(5, 3, 4, 3\); expected \[C, M, heads, width\] twice"),
-    (chapter_attention, {"keys": (5, 6, 4), "values": (5, 6, 4)}, r"keys is \(5, 6, 4\) and values"),
     (chapter_attention, {"query": (6, 2, 4, 3)}, r"query is \(6, 2, 4, 3\); expected .* the keys' 4 heads and width 4"),
-    (chapter_attention, {"query": (6, 2, 8, 4)}, r"query is \(6, 2, 8, 4\); expected"),
-    (chapter_attention, {"query": (12, 4, 4)}, r"query is \(12, 4, 4\); expected"),
     (chapter_attention, {"chapters": (4, 2)}, r"chapters is \(4, 2\); expected \[6, 1 or more chapters each\], a row per segment"),
-    (chapter_attention, {"chapters": (6, 1, 2)}, r"chapters is \(6, 1, 2\); expected"),
     (chapter_attention, {"chapters": (6, 0), "scales": (6, 0)}, r"chapters is \(6, 0\); expected"),
     *((chapter_attention, {"scales": shape}, r"scales is .*; expected .* chapters, \(6, 2\)") for shape in ((6, 1), (2, 6))),
     (depth_attention, {"keys": [], "values": []}, "there are 0 keys and 0 values; expected as many, and one or more"),
-    (depth_attention, {"values": []}, "there are 1 keys and 0 values; expected as many"),
     (depth_attention, {"keys": [(1, 3, 3, 4)], "values": [(1, 3, 3, 4)]}, r"query is \(1, 4, 3, 4\) and a slot \(1, 3, 3, 4\)"),
-    (depth_attention, {"keys": [(1, 2, 2, 4)], "values": [(1, 2, 2, 4)]}, r"a slot \(1, 2, 2, 4\); expected \[batch, heads"),
     (depth_attention, {"values": [(1, 4, 3, 4)]}, r"a slot \(1, 4, 3, 4\); expected .* as many heads or a divisor of them"),
     (weighted_gather, {"bank": (3,)}, r"bank is \(3,\); expected \[rows, width\]"),
     (weighted_gather, {"weights": (2, 3, 1)}, r"slots is \(2, 3, 6\) and weights \(2, 3, 1\); expected equal shapes"),
+    (block_linear, {"inputs": (2, 4)}, r"inputs is \(2, 4\) and weights \(3, 6, 4\); expected \[batch, tokens, width\]"),
+    (block_linear, {"weights": (3, 6, 5)}, r"weights \(3, 6, 5\); expected"),
+    (block_linear, {"blocks": (4,)}, r"blocks is \(4,\); expected one for each of the 5 rows"),
     (gathered_products, {"vectors": (2, 3, 3)}, r"vectors is \(2, 3, 3\) and bank \(7, 5\); expected \[\.\.\., width\] and"),
-    (gathered_products, {"bank": (5, 2, 2)}, r"bank \(5, 2, 2\); expected"),
     (gathered_products, {"slots": (3, 1)}, r"slots is \(3, 1\); expected slots for each of the vectors \(2, 3\)"),
 ]  # fmt: skip
 
