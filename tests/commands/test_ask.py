@@ -42,6 +42,15 @@ def answer_of(folder, text, tokenizer=None, **options):
     return tokenizer.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+def with_packs(folder, tokenizer, rows, **options):
+    """Save a model with packs, whose glossary has these rows."""
+    save_tiny_model("llama", folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    options |= {"corpus": str(write_rows(folder / "rows.jsonl", rows))}
+    upscale(base=folder / "base", method="packs", output=folder / "model", options=options, verify=False)
+    return folder / "model"
+
+
 def test_chat_template_frames_the_question_unless_plain(model, ask, tmp_path):
     tokenizer, folder = letter_tokenizer(), shutil.copytree(model, tmp_path / "model")
     tokenizer.chat_template = "w1 {{ messages[0]['content'] }} w2"
@@ -115,11 +124,7 @@ def test_unreadable_question_is_refused_in_one_line(ask, tmp_path):
         ([f"{QUESTION} <extra139>", "--plain"], ("the tokenizer yields id ", "but the model embeds 128 ids")),
         ([QUESTION], ("whose chat template refuses a single question; pass --plain to skip it: system first",)),
         ([QUESTION, "--dtype", "int8"], ("dtype is 'int8'",)),
-        (
-            ["her\udc80on"],
-            ("question is 'her\\udc80on', with half a character; expected text in UTF-8. Write it again.",),
-        ),
-        (["What", "is", "iron?"], ("Got unexpected extra argument(s) (is iron?). See 'midus ask --help'.",)),
+        (["her\udc80on"], ("'her\\udc80on', with half a character; expected text in UTF-8. Write it again.",)),
     ):
         status, out, err = ask(model, *words)
         assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("midus ask: ")
@@ -133,7 +138,6 @@ def test_unreadable_question_is_refused_in_one_line(ask, tmp_path):
         ([-1, -1], "no topic is close: the generic memory is read\n"),
         ([1, 5], "blocks 1:1 are read; deleted: 2:5\n"),
         ([1, 3], "blocks 1:1 are read; never trained: 2:3\n"),
-        ([0, 0], "no block is read; deleted: 1:0, 2:0\n"),
         ([0, 1], "no block is read; deleted: 1:0; never trained: 2:1\n"),
     ],
 )
@@ -154,13 +158,9 @@ def test_bank_without_a_tree_is_noted_as_not_read(banked, ask, tmp_path):
 
 def test_names_of_packs_precede_the_question_and_are_listed(ask, tmp_path):
     tokenizer = tiny_tokenizer()
-    save_tiny_model("llama", tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
     rows = [{"name": ["Iron ore", "Fe"], "text": "(26)"}, {"name": "tungsten", "text": "Wolf."}]
     rows.append({"name": "Steel", "text": "Of iron ore."})
-    options = {"corpus": str(write_rows(tmp_path / "rows.jsonl", rows)), "open": 2, "score_bias": 1.0}
-    model = tmp_path / "model"
-    upscale(base=tmp_path / "base", method="packs", output=model, options=options, verify=False)
+    model = with_packs(tmp_path, tokenizer, rows, open=2, score_bias=1.0)
 
     def answer(*lines):
         return answer_of(model, "\n".join(lines), tokenizer)
@@ -190,12 +190,8 @@ def of_chats(tmp_path_factory):
         "Ironing.\n{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n"
         "{% endfor %}(A)"
     )
-    save_tiny_model("llama", folder / "base")
-    tokenizer.save_pretrained(folder / "base")
     rows = [{"name": name, "text": "(26)"} for name in ("Iron", "Steel", "Tin")]
-    model, options = folder / "model", {"corpus": str(write_rows(folder / "rows.jsonl", rows))}
-    upscale(base=folder / "base", method="packs", output=model, options=options, verify=False)
-    return tokenizer, model
+    return tokenizer, with_packs(folder, tokenizer, rows)
 
 
 def test_conversation_reads_turns_until_input_ends(of_chats, ask, model, monkeypatch):
@@ -229,10 +225,5 @@ def test_name_of_one_entry_stands_before_a_question_in_a_chat(of_chats, ask):
 
 
 def test_text_with_closed_packs_is_not_said_to_lack_names(ask, tmp_path):
-    tokenizer = tiny_tokenizer()
-    save_tiny_model("llama", tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    model = tmp_path / "model"
-    options = {"corpus": str(write_rows(tmp_path / "rows.jsonl", [{"name": "Iron", "text": "(26)"}]))}
-    upscale(base=tmp_path / "base", method="packs", output=model, options=options, verify=False)
+    model = with_packs(tmp_path, tiny_tokenizer(), [{"name": "Iron", "text": "(26)"}])
     assert ask(model, "Is it iron?\nSay so.\n")[2] == AS_TEXT + "no entry is read; named, but not read: Iron\n"

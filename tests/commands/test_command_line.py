@@ -50,24 +50,22 @@ WORK = {
     "midus look": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
     "midus compare": ("midus_hf.compare.running.run_all", ["compare.yaml"]),
 }
-# What stops work, and the status.
-STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130, signal.SIGTERM: 143}
 WITH_KEYS = WITH_TRACEBACK = ("midus train", "midus sft")
 # A request of each command that takes a device, which lacks nothing but the device and the model.
-TEXT, MODEL = ["model", "--text", "text.txt"], "model"
+TEXT = ["model", "--text", "text.txt"]
 WITH_A_DEVICE = {
     "midus eval": TEXT,
-    "midus ask": [MODEL, "Why?"],
+    "midus ask": ["model", "Why?"],
     "midus look usage": TEXT,
     "midus look depth": TEXT,
     "midus look ablation": TEXT,
-    "midus look heads": [MODEL, "--tasks", "piqa"],
+    "midus look heads": ["model", "--tasks", "piqa"],
     "midus look touched": [*TEXT, "--prove"],
-    "midus look glossary": [MODEL],
+    "midus look glossary": ["model"],
     "midus look page": [*TEXT, "--output", "page.html"],
-    "midus cluster build": ["--corpus", "text.txt", "--embedding-model", MODEL, "--tokenizer", MODEL, "--output", "tree"],
-    "midus cluster grow": [MODEL, "--corpus", "text.txt", "--output", "grown"],
-    "midus cluster assign": ["--tree", MODEL, "--corpus", "text.txt", "--output", "paths.jsonl"],
+    "midus cluster build": ["--corpus", "text.txt", "--embedding-model", "model", "--tokenizer", "model", "--output", "tree"],
+    "midus cluster grow": ["model", "--corpus", "text.txt", "--output", "grown"],
+    "midus cluster assign": ["--tree", "model", "--corpus", "text.txt", "--output", "paths.jsonl"],
 }  # fmt: skip
 SUBCOMMANDS = (
     *(f"upscale {name}" for name in ("methods", "inspect", "strip", "shuffle")),
@@ -128,16 +126,15 @@ def test_package_is_the_command_for_launchers():
 def test_each_help_fits_one_screen(command, as_command):
     """Hold each help to 50 lines of 80 columns."""
     run = as_command(command, columns="80")
-    for option in ("-h", "--help"):
-        status, out, _ = run(option)
-        lines = out.splitlines()
-        assert status == 0 and lines[0].startswith(f"Usage: {command} ")
-        assert len(lines) <= 50 and max(map(len, lines)) <= 80
-        assert not [line for line in lines if line.startswith("  ") and line.endswith("...")], "summaries are whole"
+    status, out, _ = run("--help")
+    lines = out.splitlines()
+    assert status == 0 and lines[0].startswith(f"Usage: {command} ") and run("-h").out == out
+    assert len(lines) <= 50 and max(map(len, lines)) <= 80
+    assert not [line for line in lines if line.startswith("  ") and line.endswith("...")], "summaries are whole"
     assert run("--version")[:2] == (0, f"{__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["upscale", "midus", "midus train", "midus look", "midus edit"])
+@pytest.mark.parametrize("command", ["upscale", "midus", "midus train", "midus look"])
 def test_command_without_words_shows_its_help(command, as_command):
     status, out, err = as_command(command)()
     assert (status, err) == (0, "") and out.startswith(f"Usage: {command} ")
@@ -150,8 +147,6 @@ def test_command_without_words_shows_its_help(command, as_command):
         ("midus trian", "midus: No such command 'trian'. Did you mean 'train'? See 'midus --help'."),
         ("midus look usge model", "midus look: No such command 'usge'. Did you mean 'usage'? See 'midus look --help'."),
         ("midus flops model --bach 2", "midus flops: No such option: --bach (Possible options: --batch). See 'midus flops --help'."),
-        ("midus methods", "midus: No such command 'methods'. See 'midus --help'."),
-        ("upscale strp", "upscale: No such command 'strp'. Did you mean 'strip'? See 'upscale --help'."),
         ("upscale strip --k", "upscale strip: No such option: --k. See 'upscale strip --help'."),
     ],
 )  # fmt: skip
@@ -186,7 +181,6 @@ FULL = "work: done, but not all output could be written: No space left on device
         ("closed pipe", "pipe", 0, "and more\n"),
         ("/dev/full", "pipe", 3, f"and more\n{FULL}"),
         ("pipe", "/dev/full", 3, None),
-        ("/dev/full", "/dev/full", 3, None),
         ("pipe", "closed pipe", 0, None),
         ("closed", "pipe", 0, "and more\n"),
         ("pipe", "closed", 0, None),
@@ -222,9 +216,7 @@ def test_letters_that_a_terminal_lacks_are_escaped(tmp_path):
     ("words", "completed"),
     [
         ("midus ", "train"),
-        ("midus look us", "usage"),
         ("midus flops --ba", "--batch"),
-        ("upscale --me", "--method"),
         ("upscale strip --ou", "--output"),
     ],
 )
@@ -279,77 +271,77 @@ def test_absent_device_is_refused_before_loading(command, room, as_command, monk
 
 
 # Mistakes that no model has to be loaded for, each with what is said.
+OF_QUESTIONS = "data is 'absent', which does not exist; expected a folder with questions of tasks."
+OF_TREE = "is 'absent', which does not exist; expected a tree of topics."
+ADAPTER = "is 'adapter', an adapter of PEFT; expected a whole model."
 TOLD_WITHOUT_TORCH = {
-    "eval MODEL --text text.txt --retriever absent": "retriever is 'absent', which does not exist; expected a tree of topics.",
-    "eval MODEL --text text.txt --sequence-length 0": "sequence_length is 0; expected at least 1.",
-    "eval MODEL --text text.txt --max-tokens 0": "max_tokens is 0; expected at least 1.",
-    "eval MODEL --tasks piqa --data absent": "data is 'absent', which does not exist; expected a folder with questions of tasks.",
-    "eval MODEL --tasks piqa --include-path absent": "include_path is 'absent', which does not exist; expected a folder of task",
-    "eval MODEL --text empty.txt": "text is 'empty.txt', which is empty: it has no text with a visible character. Add text to it.",
-    "eval MODEL --text latin.txt": "it is not UTF-8, perhaps Windows-1252. Save it as UTF-8, or run: iconv -f WINDOWS-1252 -t UTF-8",
-    "cluster grow MODEL --corpus utf-16.txt --output tree": "it is UTF-16. Save it as UTF-8, or run: iconv -f UTF-16 -t UTF-8",
-    "look usage MODEL --text text.txt --dtype int8": "dtype is 'int8'; expected auto, float32, bfloat16 or float16.",
-    "look usage MODEL --text text.txt --retriever absent": "retriever is 'absent', which does not exist; expected a tree of topics.",
-    "look usage MODEL --text text.txt --batch-size 0": "Invalid value for '--batch-size': ",
-    "look ablation MODEL --text text.txt --sequence-length 0": "Invalid value for '--sequence-length': ",
-    "look depth MODEL --text text.txt --max-tokens 0": "Invalid value for '--max-tokens': ",
-    "look heads MODEL --tasks ,": "tasks is ','; expected names of tasks, separated by commas.",
-    "look heads MODEL --tasks piqa --data absent": "data is 'absent', which does not exist; expected a folder with questions",
-    "cluster build --corpus text.txt --embedding-model MODEL --tokenizer MODEL --output tree --window-tokens 0":
+    "eval model --text text.txt --retriever absent": OF_TREE,
+    "eval model --text text.txt --max-tokens 0": "max_tokens is 0; expected at least 1.",
+    "eval model --tasks piqa --data absent": OF_QUESTIONS,
+    "eval model --tasks piqa --include-path absent": "include_path is 'absent', which does not exist; expected a folder of task",
+    "eval model --text empty.txt": "which is empty: it has no text with a visible character. Add text to it.",
+    "eval model --text latin.txt": "not UTF-8, perhaps Windows-1252. Save it as UTF-8, or run: iconv -f WINDOWS-1252 -t UTF-8",
+    "eval adapter --text a=b": ADAPTER,
+    "look usage adapter --text a=b": ADAPTER,
+    "look heads adapter --tasks piqa": ADAPTER,
+    "look usage model --text text.txt --dtype int8": "dtype is 'int8'; expected auto, float32, bfloat16 or float16.",
+    "look usage model --text text.txt --retriever absent": OF_TREE,
+    "look depth model --text text.txt --max-tokens 0": "Invalid value for '--max-tokens': ",
+    "look heads model --tasks ,": "tasks is ','; expected names of tasks, separated by commas.",
+    "look heads model --tasks piqa --data absent": OF_QUESTIONS,
+    "cluster build --corpus text.txt --embedding-model model --tokenizer model --output tree --window-tokens 0":
         "Invalid value for '--window-tokens': ",
-    "cluster grow absent --corpus text.txt --output tree": "tree is 'absent', which does not exist; expected a tree of topics.",
-    "cluster assign --tree absent --corpus text.txt --output paths.jsonl": "tree is 'absent', which does not exist; expected",
-    "cluster assign --tree MODEL --corpus text.txt --output paths.txt": "output is 'paths.txt'; expected a file ending in .jsonl.",
-    "cluster assign --tree MODEL --corpus absent.txt --output paths.jsonl": "corpus is 'absent.txt', which does not exist;",
-    "edit delete absent/absent/absent --name word --output out": "'absent/absent/absent' is neither a folder nor a hub id; expected",
-    "edit add MODEL --corpus absent.jsonl --output out": "corpus is 'absent.jsonl', which does not exist; expected a file, a folder",
-    "cluster report --tree absent": "tree is 'absent', which does not exist; expected a tree of topics.",
+    "cluster grow model --corpus utf-16.txt --output tree": "it is UTF-16. Save it as UTF-8, or run: iconv -f UTF-16 -t UTF-8",
+    "cluster grow absent --corpus text.txt --output tree": OF_TREE,
+    "cluster assign --tree absent --corpus text.txt --output paths.jsonl": OF_TREE,
+    "cluster assign --tree model --corpus text.txt --output paths.txt": "'paths.txt'; expected a file ending in .jsonl.",
+    "cluster assign --tree model --corpus absent.txt --output paths.jsonl": "corpus is 'absent.txt', which does not exist;",
+    "cluster report --tree absent": OF_TREE,
+    "edit delete absent/absent/absent --name word --output out": "is neither a folder nor a hub id; expected",
+    "edit add model --corpus absent.jsonl --output out": "'absent.jsonl', which does not exist; expected a file, a folder",
 }  # fmt: skip
 
 
-def refused_without_torch(requests, room):
-    """What a process says that refuses requests of `midus` one after the other, without torch."""
+def test_wrong_requests_are_refused_without_torch(room):
+    """In one process, one after the other."""
     code = f"""
-for arguments in {requests!r}:
-    sys.argv = ["midus", *arguments]
-    assert entry_points.midus() == 2, arguments
-    assert "torch" not in sys.modules, arguments
+for words in {[*TOLD_WITHOUT_TORCH]!r}:
+    sys.argv = ["midus", *words.split()]
+    assert entry_points.midus() == 2, words
+    assert "torch" not in sys.modules, words
 """
     done = run_alone("midus", ["--help"], afterwards=f"from midus_hf.cli import entry_points{code}", folder=room)
     assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-def test_wrong_requests_are_refused_without_torch(room):
-    said = refused_without_torch([words.replace("MODEL", MODEL).split() for words in TOLD_WITHOUT_TORCH], room)
-    lines = [line for line in said.splitlines() if line.startswith("midus ")]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("midus ")]
     for line, message in zip(lines, TOLD_WITHOUT_TORCH.values(), strict=True):
         assert message in line, (line, message)
 
 
-def test_adapter_given_as_a_model_is_refused_without_torch(room, as_command):
-    for name in ("run.yaml", "sft.yaml"):
-        (room / name).write_text((room / name).read_text().replace(": model", ": adapter"))
-    requests = [
-        *(["eval", "adapter", "--text", "a=b"], ["look", "heads", "adapter", "--tasks", "piqa"]),
-        ["look", "usage", "adapter", "--text", "a=b"],
-    ]
-    said = refused_without_torch(requests, room)
-    with_keys = [
-        as_command(command)(recipe) for command, recipe in zip(WITH_KEYS, ("run.yaml", "sft.yaml"), strict=True)
-    ]
-    said += "".join(one.err for one in with_keys)
-    lines = [line for line in said.splitlines() if line.startswith("midus ")]
-    assert {one.status for one in with_keys} == {2} and len(lines) == len(requests) + 2, said
-    assert all("is 'adapter', an adapter of PEFT; expected a whole model." in line for line in lines)
+@pytest.mark.parametrize(("command", "recipe"), zip(WITH_KEYS, ("run.yaml", "sft.yaml"), strict=True))
+def test_training_refuses_an_adapter_as_a_model(command, recipe, room, as_command):
+    (room / recipe).write_text((room / recipe).read_text().replace(": model", ": adapter"))
+    done = as_command(command)(recipe)
+    assert done.status == 2 and ADAPTER in done.err
 
 
 # Work
 
 
-@pytest.mark.parametrize("stopped", STATUS_OF_WORK)
-@pytest.mark.parametrize("command", COMMANDS)
-def test_stopped_work_has_its_status_and_may_clean_up(command, stopped, room, as_command, monkeypatch):
+# Commands, what stops their work, and the status.
+STOPS = [
+    *((command, RuntimeError, 1) for command in COMMANDS),
+    ("midus edit", OSError, 1),
+    ("midus edit", EOFError, 1),
+]
+STOPS += [
+    ("midus edit", KeyboardInterrupt, 130),
+    ("midus edit", signal.SIGTERM, 143),
+    ("midus train", signal.SIGTERM, 143),
+]
+
+
+@pytest.mark.parametrize(("command", "stopped", "expected"), STOPS)
+def test_stopped_work_has_its_status_and_may_clean_up(command, stopped, expected, room, as_command, monkeypatch):
     before, cleaned = signal.getsignal(signal.SIGTERM), []
 
     def fail(*arguments, **options):
@@ -364,10 +356,8 @@ def test_stopped_work_has_its_status_and_may_clean_up(command, stopped, room, as
     monkeypatch.setattr(function, fail)
     status, out, err = as_command(command)(*words)
     raised = status == 1 and command in WITH_TRACEBACK
-    lines = (
-        0 if raised else 3 if status == 1 else 1
-    )  # an error is followed by our last place, and the one that raised it
-    assert (status, out, err.count("\n")) == (STATUS_OF_WORK[stopped], "", lines)
+    lines = 0 if raised else 3 if status == 1 else 1  # an error has our last place after it, and that which raised it
+    assert (status, out, err.count("\n")) == (expected, "", lines)
     assert raised or ("interrupted" if status > 1 else f"{stopped.__name__}: broken") in err
     assert cleaned == [command] and signal.getsignal(signal.SIGTERM) == before
 
@@ -414,11 +404,9 @@ PLACE = '  File "/midus_hf.new.py", line 2, in work\n'
 @pytest.mark.parametrize(
     ("body", "said", "is_of_library"),
     [
-        ('int("x")', "ValueError: invalid literal for int() with base 10: 'x'", False),
-        ('[].remove("x")', "ValueError: list.remove(x): x not in list", False),
+        ('raise ValueError("n is 0")', "ValueError: n is 0", False),
         ('json.loads("no")', "JSONDecodeError: Expecting value: line 1 column 1 (char 0)", True),
         ('raise ExceptionGroup("two", [ValueError("n is 0")])', "ExceptionGroup: two (1 sub-exception)", False),
-        ('assert not "an invariant"', "AssertionError: ", False),
         ('{}["x"]', "KeyError: 'x'", False),
         (f'int("hf_{"a1" * 12}")', "ValueError: invalid literal for int() with base 10: '<hidden>'", False),
     ],
@@ -432,24 +420,14 @@ def test_error_of_a_library_is_a_failure_with_our_place(body, said, is_of_librar
     assert ended("midus_hf.new", body, "midus train") == (1, "", "")  # a traceback
 
 
-@pytest.mark.parametrize("module", ["another", "midus_hf.data.new"])
-def test_value_error_is_a_failure(module, ended):
-    status, _, err = ended(module, 'raise ValueError("n is 0")')
-    assert status == 1 and err.startswith("midus edit list: failed: ValueError: n is 0\n")
-    assert err.endswith(f'  File "/{module}.py", line 2, in work\n')
-
-
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["midus edit", "midus train"])
 def test_full_disk_is_one_line_with_the_room_left(command, room, as_command, monkeypatch):
     function, words = WORK[command]
     monkeypatch.setattr(function, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     status, out, err = as_command(command)(*words)
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert (
-        ": a file could not be written: No space left on device (" in err
-        and f"{room} has " in err
-        and " MB free" in err
-    )
+    said = rf": a file could not be written: No space left on device \(.*{re.escape(str(room))} has .* MB free"
+    assert re.search(said, err)
 
 
 def test_forked_process_ends_silently_at_sigterm(monkeypatch, capfd):
@@ -504,7 +482,7 @@ sys.exit(getattr(entry_points, name[0])())
 @pytest.mark.parametrize(
     ("command", "handler", "status", "said"),
     [
-        *((name, "default_int_handler", 130, f"{name}: interrupted\n") for name in ("upscale", "midus train", "midus look")),
+        *((name, "default_int_handler", 130, f"{name}: interrupted\n") for name in ("upscale", "midus train")),
         ("midus flops", "SIG_IGN", 2, "midus flops: No such option: --no-such-option. See 'midus flops --help'.\n"),
     ],
 )  # fmt: skip
@@ -523,11 +501,10 @@ EMBEDDINGS = 768 * json.loads(MOC.read_text())["vocab_size"]  # the head is tied
 def test_flops_of_parts_and_sums_are_a_table(as_command):
     out = as_command("midus flops")(MOC).out
     rows = {row[0]: row[1:] for line in out.splitlines() if len(row := re.split(r"  +", line.strip())) == 3}
-    parts = count_flops(json.loads(MOC.read_text()), 1024).parts
-    assert {name: int(count.replace(",", "")) for name, (count, _) in rows.items() if name in parts} == parts
-    assert rows["chapters: attention"][1] == "22.4%"
-    assert rows["forward"] == ["459,171,802,488", "100.0%"]
-    assert (rows["backward"][0], rows["both"][0]) == ("918,343,604,976", "1,377,515,407,464")
+    flops = count_flops(json.loads(MOC.read_text()), 1024)
+    expected = flops.parts | {"forward": flops.forward, "backward": flops.backward, "both": flops.total}
+    assert {name: int(rows[name][0].replace(",", "")) for name in expected} == expected
+    assert (rows["chapters: attention"][1], rows["forward"][1]) == ("22.4%", "100.0%")
     printed = " ".join(out.split())
     assert "371,292,932 parameters: 147,874,560 of the backbone, 201,375,744 values" in printed
     # A token reads 65 chapters of 64 tokens of width 768 in each of four layers.
