@@ -26,15 +26,11 @@ WIDER = ModelSizes(hidden_size=16, num_heads=2, intermediate_size=12, num_layers
         (layout_of(HierFFNOptions(sizes=[3, 0, 2, 0], branching=4)), "its levels is "),
         (layout_of(sizes=WIDER), "its levels is "),
         (layout_of(layers=(0, 1, 2)), r"its layers is \[0, 2\]; expected \[0, 1, 2\]"),
-        *((text, FORMAT) for text in ("{", "[]", "null", '"x"', "{}", '{"format": 3}')),
+        *((text, FORMAT) for text in ("{", "[]", '{"format": 3}')),
         ('{"format": 4}', "its layout is None"),
-        (
-            None,
-            r"there is no memory bank in .* \(No such file or directory: bank\.json\); expected one next to the model",
-        ),
+        (None, r"there is no memory bank in .* \(No such file or directory: bank\.json\); expected one next to the model"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_bank_of_another_model_is_refused(layout, message, folder):
     if isinstance(layout, str):
         (folder / "bank.json").write_text(layout)
@@ -65,14 +61,12 @@ GENERIC = "or a row of -1 for the generic memory"
     ("ids", "message"),
     [
         (torch.zeros(3, dtype=torch.int64), rf"is \(3,\), torch.int64{NO_IDS}"),
-        (torch.zeros(2, 4, dtype=torch.int64), rf"is \(2, 4\), torch.int64{NO_IDS}"),
         (torch.zeros(2, 3), rf"is \(2, 3\), torch.float32{NO_IDS}"),
         (torch.tensor([[0, 0, 0], [0, 0, 64]]), f"has 64 for level 3 in row 1; expected 0 to 63, {GENERIC}"),
         (torch.tensor([[0, 16, 0]]), f"has 16 for level 2 in row 0; expected 0 to 15, {GENERIC}"),  # without blocks
         (torch.tensor([[0, 1, 5], [0, 15, 5]]), "has 15 for level 2 in row 1, which is no child of node 0; expected 0 to 3"),
         (torch.tensor([[0, 1, 8]]), r"has 8 for level 3 in row 0, .* of node 1; expected 4 to 7\. Take paths of the tree"),
         (torch.tensor([[-1, -1, 3]]), f"has -1 for level 1 in row 0; expected 0 to 3, {GENERIC}"),
-        (torch.tensor([[-2, -2, -2]]), f"has -2 for level 1 in row 0; expected 0 to 3, {GENERIC}"),
     ],
 )  # fmt: skip
 def test_ids_without_blocks_are_refused(ids, message, bank):
@@ -84,7 +78,6 @@ ROWS, NUMEL = 7, 5
 UNREADABLE = "cannot be read .*; expected a whole file of a bank. Copy the bank again"
 DAMAGES = {
     "cut": (lambda content: content[:-1], UNREADABLE),
-    "longer": (lambda content: content + b"0", UNREADABLE),
     "header": (lambda content: content[:8] + b"?" + content[9:], UNREADABLE),
     "empty": (lambda content: b"", UNREADABLE),
     "other tensors": (lambda content: content.replace(b'"marks"', b'"other"'), UNREADABLE),

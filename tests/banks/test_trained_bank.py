@@ -88,17 +88,11 @@ def folder(tmp_path):
     return tmp_path / "bank"
 
 
+CHANGES = [{}, {"betas": (0.5, 0.999), "weight_decay": 0.0, "eps": 0.1}, {"rates": (1e-2, 8e-3, 6e-3, 2e-2, 3e-2)}]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"weight_decay": 1e-3, "lr": 1e-2, "eps": 1e-8},
-        {"betas": (0.5, 0.999), "weight_decay": 0.0, "eps": 0.1},
-        {"rates": (1e-2, 8e-3, 6e-3, 2e-2, 3e-2)},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_blocks_train_as_by_adamw_in_their_steps(changes, dtype, folder):
     """In float32, whatever the bank stores."""
     rates, bank = changes.get("rates"), bank_in(folder, dtype)
@@ -117,9 +111,8 @@ def test_step_without_gradients_changes_nothing(folder):
     with torch.no_grad():
         looked = bank.fetch(ids)
     fetched = bank.fetch(ids), bank.fetch(ids)  # with gradients, each serves one pass
-    assert len({*map(id, (looked, *fetched))}) == 3 and all(
-        record.requires_grad for record in fetched[0].records.values()
-    )
+    assert len({*map(id, (looked, *fetched))}) == 3
+    assert all(record.requires_grad for record in fetched[0].records.values())
     train(bank, steps=[0])
     before = blocks_of(bank)
     bank.step(**SETTINGS)
@@ -162,30 +155,22 @@ def test_trained_and_other_blocks_are_fetched_together(folder, tmp_path):
         assert torch.equal(other, bank.bank.block(3, 9).to(dtype))
 
 
-def rewritten(**changes):
-    """Return what rewrites a file of tensors, each by the name of a tensor, or without it."""
-
-    def rewrite(content):
-        tensors = load(content)
-        changed = {name: change(tensors.pop(name)) for name, change in changes.items()}
-        return save({**tensors, **{name: part.contiguous() for name, part in changed.items() if part is not None}})
-
-    return rewrite
+def rewritten(content, name, change):
+    """A file of tensors with one changed."""
+    tensors = load(content)
+    return save({**tensors, name: change(tensors[name]).contiguous()})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (rewritten(states=lambda states: states[:, :, 1:]), "The size of tensor"),
-        (rewritten(states=lambda states: states[1:]), "out of bounds"),
-        (rewritten(steps=lambda steps: steps[1:]), "shorter"),
-        (rewritten(nodes=lambda nodes: nodes + 27), "out of bounds"),
-        (rewritten(nodes=lambda nodes: None), "nodes"),
+        (lambda content: rewritten(content, "states", lambda states: states[:, :, 1:]), "The size of tensor"),
+        (lambda content: rewritten(content, "states", lambda states: states[1:]), "out of bounds"),
+        (lambda content: rewritten(content, "steps", lambda steps: steps[1:]), "shorter"),
         (None, "No such file"),
         (lambda content: b"text", "header|Header"),
-        (lambda content: content[:-1], ""),
     ],
-    ids=["other size", "fewer rows", "fewer steps", "27", "no nodes", "no file", "no tensors", "cut"],
+    ids=["other size", "fewer rows", "fewer steps", "no file", "no tensors"],
 )
 def test_state_of_another_bank_is_refused(folder, tmp_path, change, message):
     """Of level 3, which has 27 nodes and the generic block."""
@@ -196,10 +181,9 @@ def test_state_of_another_bank_is_refused(folder, tmp_path, change, message):
         file.unlink()
     else:
         file.write_bytes(change(file.read_bytes()))
-    other = bank_in(folder)
     remedy = "expected that of a run that trains blocks. Resume from another checkpoint"
     with pytest.raises(ValueError, match=rf"state of blocks in .* cannot be read \(.*({message}).*\); {remedy}"):
-        other.load_state(tmp_path / "state")
+        bank_in(folder).load_state(tmp_path / "state")
 
 
 def test_training_leaves_no_file_and_fills_touched_blocks(folder, tmp_path, monkeypatch):

@@ -51,34 +51,20 @@ def fetched(kind: str = "hier-ffn", **changes: Any) -> dict[str, Any]:
 
 
 WRONG = [
-    ({"type": "midus-hml"}, "memory entry is 'type'; expected a mapping such as"),
     (["midus-hml"], r"memory entry is 'midus-hml'; expected a mapping such as \{'type': 'midus-hml', 'layers': \[1\]\}"),
-    ([5], "memory entry is 5; expected a mapping"),
     ([{"layers": [1]}], "memory type is None; expected one of: engram, hier-ffn, "),
     ([{"type": "head-wise", "layers": [1]}], "memory type is 'head-wise'; .* Do not rename a type"),
     ([{"type": ["midus-hml"], "layers": [1]}], r"memory type is \['midus-hml'\]; expected one of"),
     ([{"type": "midus-hml"}], "type 'midus-hml' has no 'layers'; expected the indices of the layers that hold it"),
-    (
-        [{"type": "midus-hml", "layers": [1], "sub_keys": 4}],
-        r"memory entry of type 'midus-hml' has no option 'sub_keys'\. Expected one of: k, query_norm",
-    ),
-    (
-        [{"type": "midus-hml", "layers": [1], "value_bits": 8}],
-        "type 'midus-hml' has value_bits = 8: its values are integers, no longer read; expected values that train. Load the",
-    ),
+    ([{"type": "midus-hml", "layers": [1], "sub_keys": 4}], r"'midus-hml' has no option 'sub_keys'\. Expected one of: k, query_norm"),
+    ([{"type": "midus-hml", "layers": [1], "value_bits": 8}], "'midus-hml' has value_bits = 8: its values are integers, .* Load the"),
     ([{"type": "moc", "layers": [1], "bank_bits": 4}], "type 'moc' has bank_bits = 4: its values are integers"),
     ([{"type": "midus-hml", "layers": [1], "site": "beside"}], "'midus-hml' has site = 'beside'; expected one of: inserted"),
     ([{"type": "midus-hml", "layers": 1}], "layers is 1; expected a list of layer indices"),
-    ([{"type": "midus-hml", "layers": ["1"]}], r"layers is \['1'\]; expected a list of layer indices"),
     ([{"type": "midus-hml", "layers": [True]}], r"layers is \[True\]; expected a list of layer indices"),
     ([{"type": "midus-hml", "layers": [4, 1]}], r"layers is \[4, 1\]; expected ascending indices, each once"),
-    ([{"type": "midus-hml", "layers": [1, 1]}], r"layers is \[1, 1\]; expected ascending indices, each once"),
     ([{"type": "midus-hml", "layers": [6]}], "'midus-hml' names layer 6; expected 0 <= layer < 6"),
-    ([{"type": "midus-hml", "layers": [-1]}], "'midus-hml' names layer -1; expected 0 <= layer < 6"),
-    (
-        [{"type": "midus-hml", "layers": [1]}, {"type": "midus-linear", "layers": [1]}],
-        "layer 1 holds two inserted memories; expected at most one",
-    ),
+    ([BLOCK, {"type": "midus-linear", "layers": [1]}], "layer 1 holds two inserted memories; expected at most one"),
     ([{"type": "midus-hml", "layers": [1], "n": 8, "k": 9}], r"k is 9; expected 1 <= k <= n = 8\. Lower k or raise n"),
     ([{"type": "midus-pkm", "layers": [1], "output_projection": True}], "has no option 'output_projection'"),
     ([{"type": "midus-linear", "layers": [1], "slots": 3}], r"k is 4; expected 1 <= k <= slots = 3\. Lower k or raise slots"),
@@ -86,15 +72,9 @@ WRONG = [
     ([tables(1), BLOCK], IN_A_BLOCK),
     ([BLOCK, tables(0, site="skip", into=[1])], IN_A_BLOCK),
     ([tables(0), tables(0)], "two memories have the name 'ultramem'; expected a separate name for each"),
-    ([tables(0), fetched(name="ultramem")], "two memories have the name 'ultramem'"),
     ([tables(0, 1, site="skip", into=[2])], rf"'ultramem-v2' reads at layers \[0, 1\] and adds after \[2\]; .* {AFTER}"),
-    (
-        [tables(1, 2, site="skip", into=[2, 1])],
-        rf"reads at layers \[1, 2\] and adds after \[2, 1\]; .* {AFTER}, at or after it",
-    ),
+    ([tables(1, 2, site="skip", into=[2, 1])], rf"adds after \[2, 1\]; .* {AFTER}, at or after it"),
     ([tables(0, site="skip")], f"'ultramem-v2' has no 'into'; expected {AFTER}"),
-    ([tables(0, site="skip", into=[6])], "'ultramem-v2' names layer 6; expected 0 <= layer < 6"),
-    ([tables(0, site="skip", into=1)], "into is 1; expected a list of layer indices"),
     ([tables(0, site="inside-ffn")], "'ultramem-v2' has site = 'inside-ffn'; expected one of: beside-ffn"),
     ([{**BLOCK, "name": "blocks"}], r"memory entry of type 'midus-hml' has no option 'name'\."),
     *(([tables(0, **{key: 1})], rf"memory entry of type 'ultramem-v2' has no option '{key}'\.") for key in ("into", "span")),
@@ -104,10 +84,7 @@ WRONG = [
     ),
     ([depth(0, 1, attention_slots="none", ffn_slots=False)], "expected one of them, for there is nothing to read"),
     ([depth(2)], r"layers is \[2\]; expected two or more, for a layer reads what another in front of it wrote"),
-    (
-        [depth(0, 2, name="a"), depth(2, 3, name="b")],
-        "memories 'a' and 'b' both attend in the place of layer 2's own attention; expected",
-    ),
+    ([depth(0, 2, name="a"), depth(2, 3, name="b")], "'a' and 'b' both attend in the place of layer 2's own attention"),
     *(([fetched(sizes=sizes)], re.escape(f"sizes is {sizes}; {OF_LEVELS}")) for sizes in ([], [0, 0], [4, -1])),
     *(
         ([fetched(), fetched("hier-kv", **{key: value})], f"memory 'hier-kv' fetches blocks by a tree of branching {tree} {OTHER}")
@@ -122,15 +99,7 @@ def test_wrong_memory_list_is_refused(memory, message):
         read_memories(memory, SIZES)
 
 
-@pytest.mark.parametrize(
-    "memory",
-    [
-        [{"type": "midus-linear", "layers": [1], "slotz": 9}],
-        [{"type": "midus-hml", "layers": [1]}] * 2,
-        [{"type": "midus-hml"}],
-    ],
-    ids=["unknown option", "two memories on one layer", "no layers"],
-)
+@pytest.mark.parametrize("memory", [[{"type": "midus-linear", "layers": [1], "slotz": 9}], [BLOCK] * 2], ids=str)
 def test_planning_and_models_give_the_same_refusal(memory, tmp_path):
     folder = save_tiny_model("llama", tmp_path / "model")
     raw = json.loads((folder / "config.json").read_text())

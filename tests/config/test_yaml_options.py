@@ -97,9 +97,8 @@ def test_keys_of_mappings_are_text(tmp_path):
 
 
 def test_number_is_converted_to_the_type_of_its_key(tmp_path):
-    settings = options_from_files(
-        Settings, [write(tmp_path, "model: m\ntext: t\nrate: 3e-5\nsteps: 1e3\nrates: [1e-4, 2]")]
-    )
+    path = write(tmp_path, "model: m\ntext: t\nrate: 3e-5\nsteps: 1e3\nrates: [1e-4, 2]")
+    settings = options_from_files(Settings, [path])
     assert settings.rate == 3e-5
     assert settings.steps == 1000 and isinstance(settings.steps, int)
     assert from_mapping(Settings, {**NEEDED, "steps": 2**60 + 1}).steps == 2**60 + 1
@@ -126,25 +125,13 @@ def test_scalar_is_the_first_key_of_a_group(tmp_path):
     [
         *(({"model": "m", "text": "t", key: ...}, f"config has no '{key}'; give it.") for key in NEEDED),
         ({"rat": 1}, "config has no option 'rat'. Expected one of: model, text, rate, steps, "),
-        ({3: 1}, "config has no option '3'. Expected one of: "),
         ({"text": {"path": "t", "colum": "x"}}, "config has no option 'text.colum'. Expected one of: path, column."),
         ({"text": {"column": "x"}}, "config has no 'text.path'; give it."),
         ({"text": None}, "text is None; expected a mapping with path, column."),
-        (
-            {"name": False},
-            "name is False; expected a string or null. Put text that YAML reads as another value, such as no",
-        ),
-        (
-            {"pace": False},
-            "pace is False; expected one of: no, steps. Put text that YAML reads as another value, such as no",
-        ),
-        ({"steps": "1:30"}, "steps is '1:30'; expected a whole number or null."),
-        ({"rate": "fast"}, "rate is 'fast'; expected a number."),
+        ({"name": False}, "expected a string or null. Put text that YAML reads as another value, such as no"),
+        ({"pace": False}, "expected one of: no, steps. Put text that YAML reads as another value, such as no"),
         ({"rate": 10**400}, "expected a number."),
-        ({"precision": "fp16"}, "precision is 'fp16'; expected one of: bf16, fp32."),
-        ({"resume": 3}, "resume is 3; expected true or false or a string."),
         ({"tasks": ["a", 1]}, "tasks[1] is 1; expected a string."),
-        ({"rates": 1}, "rates is 1; expected a list, each item of it a number or null, such as [4, 2] or 4,2."),
     ],
 )
 def test_wrong_value_is_refused(values: dict[Any, Any], message):
@@ -157,7 +144,6 @@ def test_wrong_value_is_refused(values: dict[Any, Any], message):
     ("config", "word", "message"),
     [
         (Settings, "steps", "--set is 'steps'; expected key=value."),
-        (Settings, "=3", "--set is '=3'; expected key=value."),
         (Settings, "text.=3", "--set is 'text.=3'; expected key=value."),
         (Settings, "model.path=3", "--set model.path is given, but 'model' is 'm', which has no keys; expected a mapping."),
         (Settings, "nothing.path=3", "config has no option 'nothing'."),
@@ -166,7 +152,6 @@ def test_wrong_value_is_refused(values: dict[Any, Any], message):
         (Settings, f"steps={'1' * 5000}", "is not YAML: it has a tag that its value does not fit, or a number of too many"),
         (Named, "texts.a.column=b", "--set texts.a.column is given, but 'a' is 'a.txt', which has no keys; expected a mapping."),
         (Named, "free.x.y=1", "but 'x' is 3, which has no keys; expected a mapping. Give all of it."),
-        (Named, "free.z.y=1", "but 'z' is [1], which has no keys"),
     ],
 )  # fmt: skip
 def test_wrong_setting_is_refused(tmp_path, config, word, message):
@@ -192,7 +177,6 @@ def test_settings_reach_inside_named_groups(tmp_path, word, expected):
     [
         *((key, word, word == "True") for key in ("mask", "resume") for word in ("True", "False")),
         ("resume", "auto", "auto"),
-        ("resume", "yes", "yes"),
         ("name", "True", "True"),
         ("name", "None", None),
         ("steps", "None", None),
@@ -217,7 +201,6 @@ def test_file_without_a_mapping_is_refused(tmp_path):
     ("text", "words", "message"),
     [
         ("model: m\ntext: t\nrate: 1\nrate: 2\n", [], "has 'rate' twice, in lines 3 and 4; expected each key once. Leave one"),
-        ("model: m\ntext: {path: a, path: [b]}\n", [], "has 'path' twice, in lines 2 and 2;"),
         ("model: m\n", ["text={path: a, path: b}"], "--set 'text={path: a, path: b}' has 'path' twice"),
         ("model: m\ntext: t\n", ["rate=1", "rate=3"], "--set rate is given twice; expected each key once. Leave one out."),
         ("model: m\ntext: ''\n", [], "text.path is ''; expected a value. Fill it in, or leave it out."),
