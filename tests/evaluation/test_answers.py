@@ -4,121 +4,37 @@ import pytest
 
 from midus_hf.evaluation.answers import has_answer, read_numbers
 
-FOUND = {
-    "words of scripts without spaces": [
-        ("青隼网关由北仓团队维护。", "北仓团队"),
-        ("首都は東京です。", "東京"),
-        ("ｶﾞｲﾄﾞです", "ガイド"),
-        ("เมืองหลวงคือกรุงเทพมหานคร", "กรุงเทพ"),
-        ("由abc维护", "abc"),
-    ],
-    "words with particles": [("수도는 서울입니다.", "서울"), ("Merlin은 무엇인가?", "Merlin")],
-    "numbers beside them": [
-        ("青隼网关监听端口8443\uff0c由北仓团队维护。", "8443"),
-        ("ポート8443です。", "8443"),
-        ("포트 8443을 사용한다. 포트 8443만", "8443"),
-        ("พอร์ต๘๔๔๓ค่ะ", "8443"),
-        ("気温は-5度", "-5"),
-        ("\uff13\uff0e\uff11\uff14です", "3.14"),
-    ],
-    "whole words": [
-        ("the STORAGE team", "Storage team"),
-        ("Wim's", "wim"),
-        ("l\u2019Ankara", "Ankara"),
-        ("**Paris** and _Rome_", "paris"),
-        ("**Paris** and _Rome_", "rome"),
-        ("Rome.The", "Rome"),
-        ("Kyiv--the capital", "Kyiv"),
-        ("St. Helier", "St Helier"),
-        ("e\u0301t\u00e9", "été"),
-        ("Straße", "STRASSE"),
-        ("Kyi\u00adv\u200b\u00a0Oblast", "Kyiv Oblast"),
-    ],
-    "numbers": [
-        ("port 8443.", "8443"),
-        ("1,000 people", "1000"),
-        ("1000", "1,000"),
-        ("12,34,567", "1234567"),
-        ("1.234.567", "1234567"),
-        ("1.000,5", "1000.5"),
-        ("1,000.50", "1000.5"),
-        ("1'000 or 1_000", "1000"),
-        ("1\u202f000 km", "1000"),
-        ("3,14", "3.14"),
-        ("0,125", "0.125"),
-        ("1.0", "1"),
-        (".5", "0.5"),
-        ("1e-06", "0.000001"),
-        ("\u22125 °C", "-5"),
-        ("-$5", "-5"),
-        ("$5, +5, 5% or 5th", "5"),
-        ("3-5", "5"),
-        ("COVID-19", "19"),
-        ("80,443,8443", "443"),
-        ("1,000kg", "1000kg"),
-        ("10.0.0.1:8443", "8443"),
-        ("at 10.0.0.1", "10.0.0.1"),
-        ("agent 007", "007"),
-        ("\u0663\u066b\u0661\u0664", "3.14"),
-    ],
-    "signs": [("C++!", "c++"), ("C++17", "C++"), ("C/C++", "C"), ("ASP.NET", ".NET"), ("C#.", "C#"), ("A-, B", "A-")],
-}
-NOT_FOUND = {
-    "parts of words": [
-        ("Annapolis", "Ann"),
-        ("storages", "storage"),
-        ("merlin_cache", "cache"),
-        ("병원", "원"),
-        ("กุ", "ก"),
-        ("e\u0301", "e"),
-        ("H2O", "2"),
-    ],
-    "parts of numbers": [
-        ("18443", "8443"),
-        ("8443.5", "8443"),
-        ("8,443", "443"),
-        ("1,000 people", "1"),
-        ("1,000 people", "0"),
-        ("3.14", "3"),
-        ("1,5", "5"),
-        ("3.11.2", "3.11"),
-        ("1.5GB", "5GB"),
-        ("v1.5", "v1"),
-        ("v1.5", "5"),
-        ("10²", "10"),
-        ("5万人", "5"),
-        ("1e-6", "6"),
-    ],
-    "other numbers": [
-        ("1.0", "10"),
-        ("3.14", "314"),
-        ("-5", "5"),
-        ("\u22125", "5"),
-        ("-$5", "5"),
-        ("5", "-5"),
-        ("3-1", "31"),
-        ("007", "7"),
-        ("1" + 30 * "0" + "1", "1" + 30 * "0" + "2"),
-    ],
-    "other signs": [("C++", "C"), ("C#", "C"), (".NET", "NET"), ("A-", "A"), ("Na+ ions", "Na"), ("m²", "m")],
-    "nothing": [("text", ""), ("text", "\u200b")],
-}
+# Texts, and answers that they have.
+FOUND = [
+    ("青隼网关由北仓团队维护。", "北仓团队"), ("ｶﾞｲﾄﾞです", "ガイド"), ("เมืองหลวงคือกรุงเทพมหานคร", "กรุงเทพ"), ("由abc维护", "abc"),
+    ("수도는 서울입니다.", "서울"), ("Merlin은 무엇인가?", "Merlin"),  # particles
+    ("端口8443\uff0c由", "8443"), ("포트 8443을 사용한다", "8443"), ("พอร์ต๘๔๔๓ค่ะ", "8443"), ("気温は-5度", "-5"),
+    ("\uff13\uff0e\uff11\uff14です", "3.14"), ("\u0663\u066b\u0661\u0664", "3.14"),
+    ("the STORAGE team", "Storage team"), ("Wim's", "wim"), ("l\u2019Ankara", "Ankara"), ("**Paris** and _Rome_", "rome"),
+    ("Rome.The", "Rome"), ("Kyiv--the capital", "Kyiv"), ("St. Helier", "St Helier"), ("e\u0301t\u00e9", "été"),
+    ("Straße", "STRASSE"), ("Kyi\u00adv\u200b\u00a0Oblast", "Kyiv Oblast"),
+    ("1,000 people", "1000"), ("1000", "1,000"), ("12,34,567", "1234567"), ("1.234.567", "1234567"), ("1.000,5", "1000.5"),
+    ("1'000", "1000"), ("1_000", "1000"), ("1\u202f000 km", "1000"), ("3,14", "3.14"), ("0,125", "0.125"), ("1.0", "1"),
+    (".5", "0.5"), ("1e-06", "0.000001"), ("\u22125 °C", "-5"), ("-$5", "-5"), ("$5", "5"), ("5%", "5"), ("5th", "5"),
+    ("3-5", "5"), ("COVID-19", "19"), ("80,443,8443", "443"), ("1,000kg", "1000kg"), ("10.0.0.1:8443", "8443"),
+    ("at 10.0.0.1", "10.0.0.1"), ("agent 007", "007"),
+    ("C++!", "c++"), ("C++17", "C++"), ("C/C++", "C"), ("ASP.NET", ".NET"), ("C#.", "C#"), ("A-, B", "A-"),
+]  # fmt: skip
+NOT_FOUND = [
+    ("Annapolis", "Ann"), ("storages", "storage"), ("merlin_cache", "cache"), ("병원", "원"), ("กุ", "ก"), ("e\u0301", "e"),
+    ("H2O", "2"), ("18443", "8443"), ("8443.5", "8443"), ("8,443", "443"), ("1,000 people", "1"), ("1,000 people", "0"),
+    ("3.14", "3"), ("1,5", "5"), ("3.11.2", "3.11"), ("1.5GB", "5GB"), ("v1.5", "v1"), ("v1.5", "5"), ("10²", "10"),
+    ("5万人", "5"), ("1e-6", "6"), ("1.0", "10"), ("3.14", "314"), ("-5", "5"), ("\u22125", "5"), ("-$5", "5"), ("5", "-5"),
+    ("3-1", "31"), ("007", "7"), ("1" + 30 * "0" + "1", "1" + 30 * "0" + "2"),
+    ("C++", "C"), ("C#", "C"), (".NET", "NET"), ("A-", "A"), ("Na+ ions", "Na"), ("m²", "m"), ("text", ""), ("text", "\u200b"),
+]  # fmt: skip
 
 
-def rows_of(groups):
-    return [
-        pytest.param(*row, id=f"{group}: {row[1]!r} in {row[0]!r}") for group, rows in groups.items() for row in rows
-    ]
-
-
-@pytest.mark.parametrize(("text", "answer"), rows_of(FOUND))
-def test_answer_is_found(text, answer):
-    assert has_answer(text, answer)
-
-
-@pytest.mark.parametrize(("text", "answer"), rows_of(NOT_FOUND))
-def test_answer_is_not_found(text, answer):
-    assert not has_answer(text, answer)
+@pytest.mark.parametrize(
+    ("text", "answer", "is_found"), [*((*row, True) for row in FOUND), *((*row, False) for row in NOT_FOUND)]
+)
+def test_text_has_an_answer(text, answer, is_found):
+    assert has_answer(text, answer) == is_found
 
 
 @pytest.mark.parametrize(
@@ -126,13 +42,11 @@ def test_answer_is_not_found(text, answer):
     [
         ("Saint Helier in Jersey", "Saint Helier", True, False),
         (' "the Saint Helier".', "saint helier", True, True),
-        ("The Hague", "the Hague", True, True),
         ("Hague", "The Hague", False, True),
         ("in Saint Helier", "Saint Helier", False, False),
         ("Grade A.", "A", False, False),
         ("A.", "A", True, True),
         ("1,000 people", "1000", True, False),
-        ("-5", "5", False, False),
         ("北京市", "北京", True, False),
         ("Kyiv!", "Kyiv.", True, True),
     ],

@@ -112,24 +112,15 @@ def test_models_of_different_tokenizers_are_compared_by_bytes(room, words, tmp_p
     for result in (bytewise, longer):  # the first token, a byte, is not predicted
         bits = math.log2(result["perplexity"]) * result["tokens"]
         assert result["bits_per_byte"] == pytest.approx(bits / (len(TEXT) - 1))
-    rows = {
-        line.replace("│", "").rsplit(maxsplit=2)[0].strip()
-        for line in ask(*models, *words).splitlines()
-        if "│" in line
-    }
+    printed = ask(*models, *words)
+    rows = {line.replace("│", "").rsplit(maxsplit=2)[0].strip() for line in printed.splitlines() if "│" in line}
     assert {"bits per byte", "perplexity", "tokens predicted"} <= rows
-    note = "perplexities, which are per token, cannot be compared; bits per byte of the text (UTF-8) can."
-    assert note in " ".join(ask(*models, *words).split())
+    assert "which are per token, cannot be compared; bits per byte of the text (UTF-8) can." in " ".join(
+        printed.split()
+    )
     assert "bits" not in ask(room / "base", room / "upscaled", *words), "the tokens are the same"
     longer["bits_per_byte"] = None  # as of a tokenizer that does not tell places
-    assert [*cli.comparison_table(report).columns[2].cells] == [
-        *(
-            f"{report['models'][1]['parameters']:,}",
-            f"{longer['perplexity']:.4f}",
-            "not known",
-            f"{longer['tokens']:,}",
-        )
-    ]
+    assert [*cli.comparison_table(report).columns[2].cells][2] == "not known"
 
 
 def test_windows_of_different_lengths_are_noted(room, tmp_path, ask):
@@ -189,21 +180,10 @@ def refusal(capsys, *arguments) -> tuple[int, str]:
     return status, next(line for line in printed.err.splitlines() if line.startswith("midus eval: "))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--text", "x"], "Missing argument 'MODEL...'"),
-        (["{room}", "--text", "{text}"], "a folder without config.json; expected that of a saved model"),
-        (["{base}", "--text", "{text}", "--sequence-length", "32", "--dtype", "int8"], "dtype is 'int8'; expected auto, float32"),
-        (["{base}", "--text", "{text}", "--retriever", "{room}/absent"], "absent', which does not exist; expected a tree of topics."),
-    ],
-)  # fmt: skip
-def test_wrong_request_gets_one_line_and_status_2(room, capsys, arguments, message):
-    places = {"room": room, "base": room / "base", "text": room / "text.txt"}
-    status, line = refusal(capsys, *(argument.format(**places) for argument in arguments))
-    assert status == 2
-    assert line.startswith("midus eval: ")
-    assert message in line
+def test_wrong_request_gets_one_line_and_status_2(room, capsys):
+    for model, message in (([], "Missing argument 'MODEL...'"), ([room], "a folder without config.json; expected")):
+        status, line = refusal(capsys, *model, "--text", room / "text.txt")
+        assert status == 2 and message in line
 
 
 @pytest.mark.parametrize("measure", ["text", "tasks"])
@@ -211,11 +191,7 @@ def test_ids_beyond_the_embedding_are_refused(room, words, tmp_path, capsys, mea
     save_byte_model("qwen2", tmp_path, max_position_embeddings=256, vocab_size=40)
     asked = {"text": words, "tasks": ("--tasks", "piqa", "--data", room / "questions")}
     status, line = refusal(capsys, tmp_path, *asked[measure])
-    assert status == 2
-    message = (
-        r"the tokenizer yields id \d+, but the model embeds 40 ids; use the tokenizer that the model was made with\."
-    )
-    assert re.search(message, line)
+    assert status == 2 and re.search(r"yields id \d+, but the model embeds 40 ids; use the tokenizer that", line)
 
 
 def test_failed_work_gets_one_line_and_status_1(room, words, tmp_path, capsys):
@@ -313,17 +289,18 @@ def test_every_recipe_is_read(recipe):
     ("options", "message"),
     [
         ({}, "there is nothing to measure; give a text, tasks, or both"),
-        ({"tasks": ["piqa"], "max_tokens": 4}, "max_tokens is 4, but there is no text to measure; give one, or leave it"),
-        ({"tasks": ["piqa"], "column": "body"}, "column is 'body', but there is no text to measure"),
-        ({"text": "a", "limit": 4}, "limit is 4, but there is no task to run; give one, or leave it out"),
-        ({"text": "a", "data": "d"}, "data is 'd', but there is no task to run"),
         (
-            {"text": "a", "retriever": "tree", "path_column": "i"},
-            "path_column is 'i', but a retriever is given; expected one of them.",
+            {"tasks": ["piqa"], "max_tokens": 4},
+            "max_tokens is 4, but there is no text to measure; give one, or leave it",
         ),
         ({"tasks": ["piqa"], "path_column": "i"}, "path_column is 'i', but there is no text to measure"),
+        ({"text": "a", "limit": 4}, "limit is 4, but there is no task to run; give one, or leave it out"),
+        (
+            {"text": "a", "retriever": "tree", "path_column": "i"},
+            "path_column is 'i', but a retriever is given; expected one",
+        ),
     ],
-)  # fmt: skip
+)
 def test_contradicting_settings_are_refused(options, message):
     with refused(message):
         EvaluationSettings(**options)

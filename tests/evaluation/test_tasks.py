@@ -99,62 +99,26 @@ def test_fact_is_asked_as_its_row_says_and_written_greedily(data, name, row, pro
     assert request.args == (prompt, {"until": until, **greedy, "max_gen_toks": 16})
 
 
+# Rows of tasks, what a model writes, and whether it is right; what an answer is, test_answers.py has.
 WRITTEN = {
     ("atomic_numbers", 1): {
-        " 74.": True,
-        " 74": True,
-        " the number of protons,\nwhich is 74, not 75.": True,
-        "74: W": True,
-        " 183.84 for its weight and 74": True,
-        " 1,074 or 74": False,
-        " -74": False,
-        "端口74\uff0c": True,
-        " 75, or 74": False,
-        " 174": False,
-        " 7": False,
-        " 74.5": False,
-        " unknown": False,
-        "": False,
+        " the number of protons,\nwhich is 74, not 75.": True, "74: W": True, " 183.84 for its weight and 74": True,
+        " 1,074 or 74": False, " -74": False, "端口74\uff0c": True, " 75, or 74": False, " 174": False, " unknown": False, "": False,
     },
     ("facts", 0): {
-        " Saint Helier": True,
-        " SAINT HELIER.": True,
-        ' "the Saint Helier", which lies': True,
-        " St. Helier. It is": True,
-        " St Helier; and": True,
-        " Saint Helier: in": True,
-        " Saint Helier \u2013 a port": True,
-        " Saint Helier\uff0c": True,
-        " Saint Helier (Jersey)": True,
-        " Saint Helier in Jersey": False,
-        " Helier": False,
-        " Jersey, then Saint Helier": False,
-        "": False,
+        " SAINT HELIER.": True, ' "the Saint Helier", which lies': True, " St. Helier. It is": True, " St Helier; and": True,
+        " Saint Helier: in": True, " Saint Helier \u2013 a port": True, " Saint Helier\uff0c": True, " Saint Helier (Jersey)": True,
+        " Saint Helier in Jersey": False, " Helier": False, " Jersey, then Saint Helier": False, "": False,
     },
     ("facts", 1): {" .je": True, " je.": False, " .jersey": False, " .je.ne": False},
-}
+}  # fmt: skip
 # Answers, what a model writes, and whether it is right.
 JUDGED = [
-    ("10", "1.0", False),
-    ("314", "3.14", False),
-    ("5", "-5", False),
-    ("5", "\u22125", False),
-    ("-5", "-5; or", True),
-    ("C", "C++", False),
-    ("C", "C#", False),
-    ("NET", ".NET", False),
-    ("31", "3-1", False),
-    ("1", "1,000 people", False),
-    ("1000", "1,000", True),
-    ("2.4", "2.4.", True),
-    ("10", "10:30", False),
-    ("北京", "北京\uff0c中国的首都", True),
-    ("Kyiv", "Kyiv,the capital", True),
-    ("Washington", "Washington, DC, USA", True),
-    ("Washington, DC", "Washington, DC, USA", True),
+    ("5", "-5", False), ("-5", "-5; or", True), ("1", "1,000 people", False), ("1000", "1,000", True), ("2.4", "2.4.", True),
+    ("10", "10:30", False), ("北京", "北京\uff0c中国的首都", True), ("Kyiv", "Kyiv,the capital", True), ("the", "A", False),
+    ("Washington", "Washington, DC, USA", True), ("Washington, DC", "Washington, DC, USA", True),
     ("Kyiv (Kiev)", "Kyiv (Kiev), the capital", True),
-    ("the", "A", False),
-]
+]  # fmt: skip
 
 
 def score(task, name, document, written) -> float:
@@ -223,29 +187,21 @@ def test_task_of_the_harness_is_found_by_name(monkeypatch):
 
 
 FACT = '{"question": "Who", "answers": ["you"]}\n\n'
-NO_FACT = r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers, a list of texts, none"
+NO_FACT = r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers"
+ODD_ROWS = ["{broken", "[]", '{"question": " ", "answers": ["you"]}']
+ODD_ROWS += [
+    f'{{"question": "Who", "answers": {each}}}' for each in ("null", "[]", '"you"', "[1492]", '["you", "\u200b"]')
+]
 NO_TEXT = {
     "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n": "is a Git LFS pointer, not the file",
     '{"question": "Who", "answers": ["Ren\u00e9"]}\n': "not UTF-8, perhaps Windows-1252. Save it as UTF-8",
 }
-UNKNOWN = r"task is 'pica'; expected a task of lm-eval .* one of atomic_numbers, .*piqa"
 # A task, what its file holds (nothing: there is no file; None: there is no folder of questions), and what is said.
 REFUSED = [
-    ("facts", FACT + "{broken", NO_FACT),
-    ("facts", FACT + "[]", NO_FACT),
-    ("facts", FACT + '{"question": "Who", "answer": "you"}', NO_FACT),
-    ("facts", FACT + '{"question": " ", "answers": ["you"]}', NO_FACT),
-    ("facts", FACT + '{"question": "Who", "answers": []}', NO_FACT),
-    ("facts", FACT + '{"question": "Who", "answers": "you"}', NO_FACT),
-    ("facts", FACT + '{"question": "When", "answers": [1492]}', NO_FACT),
-    *(
-        ("facts", FACT + json.dumps({"question": "Who", "answers": ["you", answer]}), NO_FACT)
-        for answer in ("", " ", "\u200b")
-    ),
+    *(("facts", FACT + row, NO_FACT) for row in ODD_ROWS),
     *((name, content, message) for name in ("facts", "piqa") for content, message in NO_TEXT.items()),
     ("piqa", "", r"has no piqa\.jsonl; expected a row of JSON per question"),
-    ("pica", "", UNKNOWN),
-    ("pica", None, UNKNOWN),
+    ("pica", "", r"task is 'pica'; expected a task of lm-eval .* one of atomic_numbers, .*piqa"),
     ("facts", None, r"task is 'facts'; .* with the folder of their questions as data, one of"),
 ]
 
@@ -254,12 +210,9 @@ REFUSED = [
 def test_unreadable_task_is_refused_before_loading(name, content, message, tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: TaskManager(include_defaults=False))
     if content:
-        (tmp_path / f"{name}.jsonl").write_bytes(content.encode("cp1252"))
+        (tmp_path / f"{name}.jsonl").write_bytes(content.encode("utf-8" if "\u200b" in content else "cp1252"))
     with refused(message):
         Tasks([name], data=None if content is None else tmp_path)
-
-
-pytest.importorskip("lm_eval")
 
 
 # Without lists of packages and compilers, and without the harness's own tasks, whose files take ten seconds to read.

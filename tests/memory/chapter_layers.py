@@ -110,6 +110,10 @@ def assert_reads(output: torch.Tensor, reads: dict[tuple[int, int], Read]) -> No
     """A layer gave each token what the loops read for it."""
     assert reads
     for (row, index), read in reads.items():
-        torch.testing.assert_close(
-            output[row, index], read.added, rtol=1e-9, atol=1e-10, msg=lambda text, at=(row, index): f"{at}: {text}"
-        )
+        torch.testing.assert_close(output[row, index], read.added, rtol=1e-9, atol=1e-10)
+
+
+def gradients_of(output: torch.Tensor, wanted: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The gradients of a random sum of an output, zero where it does not depend on a tensor."""
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return torch.autograd.grad((output * weights).sum(), wanted, allow_unused=True, materialize_grads=True)

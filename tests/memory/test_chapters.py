@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from memory.chapter_layers import WIDTH, assert_reads, by_loops, layer, states
+from memory.chapter_layers import WIDTH, assert_reads, by_loops, gradients_of, layer, states
 
 from midus_hf.config.declared_tensors import ModelSizes
-from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.moc.decode_cache import projected_bank
 from midus_hf.memories.moc.options import MocOptions
 from midus_hf.memories.module import build_memory
@@ -13,26 +12,13 @@ from midus_hf.memories.module import build_memory
 ROUTINGS = ("chunk", "token", "sequence")
 
 
-def gradients_of(output: torch.Tensor, wanted: list[torch.Tensor]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    weights = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-    result = torch.autograd.grad((output * weights).sum(), wanted, allow_unused=True)
-    return [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(wanted, result, strict=True)]
-
-
 def check(memory, hidden_states):
     """A layer gives the output and the gradients of the loops."""
-    output = memory(hidden_states)
-    reads = by_loops(memory, hidden_states)
+    output, reads = memory(hidden_states), by_loops(memory, hidden_states)
     assert_reads(output, reads)
     expected = torch.stack([reads[key].added for key in sorted(reads)]).view_as(output)
     wanted = [hidden_states, *memory.parameters()]
-    names = ["hidden states", *(name for name, _ in memory.named_parameters())]
-    actual = zip(names, gradients_of(output, wanted), gradients_of(expected, wanted), strict=True)
-    for name, gradient, by_loop in actual:
-        torch.testing.assert_close(
-            gradient, by_loop, rtol=1e-8, atol=1e-9, msg=lambda text, at=name: f"gradient of {at}: {text}"
-        )
+    torch.testing.assert_close(gradients_of(output, wanted), gradients_of(expected, wanted), rtol=1e-8, atol=1e-9)
 
 
 OPTIONS = [
@@ -67,16 +53,6 @@ def test_shared_bank_is_read_like_an_own_one():
     tables = {"bank": own.bank}
     shared.load_state_dict({name: tensor for name, tensor in own.state_dict().items() if name not in tables})
     assert torch.equal(shared(states(), tables=tables), own(states()))
-
-
-@pytest.mark.parametrize("routing", ["sequence", "token"])
-def test_cached_chapters_are_not_projected_again(routing):
-    memory, hidden_states = layer(routing=routing), states(1).detach()
-    with torch.no_grad():
-        expected = memory(hidden_states)
-        with decode_cache(memory):
-            memory.key_projection.register_forward_pre_hook(lambda *_: pytest.fail("projected again"))
-            torch.testing.assert_close(memory(hidden_states), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_bank_of_the_paper_is_shared_and_not_cached():
@@ -137,8 +113,7 @@ def test_half_precision_is_near_float64(way, routing):
         return ((results.double() - right).square().mean() / right.square().mean().clamp(min=1e-12)).sqrt().item()
 
     assert error(output, expected) < 0.03
-    for (name, _), gradient, right in zip(
-        memory.named_parameters(), gradients_of(output, list(memory.parameters())), wanted, strict=True
-    ):
+    gradients = gradients_of(output, list(memory.parameters()))
+    for (name, _), gradient, right in zip(memory.named_parameters(), gradients, wanted, strict=True):
         if "router" not in name:  # which hardly moves where it decides clearly
             assert error(gradient, right) < 0.06, name

@@ -9,6 +9,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from midus_hf.memories.hosting.state import MemoryState, states_in
 
+CROPPABLE = SimpleNamespace(is_croppable=True, rollback=None)  # what a state needs to know of a memory's module
+
 
 @pytest.fixture
 def state() -> MemoryState:
@@ -37,7 +39,7 @@ def test_a_cache_changes_states_as_its_layers(state):
     assert not state.kept
 
 
-def test_it_holds_no_tokens_that_the_cache_would_count(state):
+def test_states_hold_no_tokens_that_a_cache_would_count(state):
     assert state.get_seq_length() == 0 and state.get_max_length() == -1
     assert state.get_mask_sizes(7) == (7, 0)
     state.offload()
@@ -62,13 +64,8 @@ def test_what_is_kept_is_a_copy_without_gradient():
     assert state.kept["total"].tolist() == [1, 1] and not state.kept["total"].requires_grad
 
 
-def memory(is_croppable):
-    """Return what a state needs to know of a memory's module."""
-    return SimpleNamespace(is_croppable=is_croppable, rollback=None)
-
-
 def test_states_follow_the_layers_of_a_cache():
-    cache, wanted = DynamicCache(), {("a", 0): memory(True), ("b", 1): memory(False)}
+    cache, wanted = DynamicCache(), {("a", 0): CROPPABLE, ("b", 1): SimpleNamespace(is_croppable=False, rollback=None)}
     states = states_in(cache, wanted, 3)
     assert len(cache.layers) == 5 and cache.layers[3:] == [states["a", 0], states["b", 1]]
     assert (states["a", 0].is_croppable, states["b", 1].is_croppable) == (True, False)
@@ -96,7 +93,7 @@ def test_a_state_is_sliding_as_its_layers():
 
 def test_an_offloading_cache_fetches_its_first_layer(monkeypatch):
     fetched = []
-    cache, wanted = DynamicCache(), {("a", 0): memory(True)}
+    cache, wanted = DynamicCache(), {("a", 0): CROPPABLE}
     state = states_in(cache, wanted, 2)["a", 0]
     monkeypatch.setattr(cache.layers[0], "prefetch", lambda: fetched.append(0))
     state.prefetch()

@@ -50,9 +50,7 @@ def test_extended_options_need_a_separate_layer():
     class WiderOptions(MidusHmlOptions):
         type = "wider"
 
-    with pytest.raises(
-        ValueError, match="memory type 'wider' has no layer; expected one in the module 'layer' next to Wider"
-    ):
+    with pytest.raises(ValueError, match="'wider' has no layer; expected one in the module 'layer' next to Wider"):
         build_memory(WiderOptions(), SIZES)
 
 
@@ -109,12 +107,6 @@ def test_layer_that_does_not_fit_its_options_is_refused(layer, changes, message,
     monkeypatch.setattr(options_class, "layer", layer, raising=False)
     with pytest.raises(ValueError, match=message):
         build_memory(options_class(), SIZES)
-
-
-def test_linear_layer_named_like_a_module_attribute_is_refused():
-    changes = {"tensors": lambda self, sizes: {"services.weight": DeclaredTensor((2, 2), "projection", ZEROS)}}
-    with pytest.raises(KeyError, match="attribute 'services' already exists"):
-        Strange(type("Named", (StrangeOptions,), changes)(), SIZES)
 
 
 def test_loaded_parameter_is_not_initialised_again():

@@ -215,9 +215,8 @@ def test_residual_is_added_and_exact_for_zero_values(memory_type, dtype, toleran
     stream = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(3)).to(dtype)
     for mode in (torch.enable_grad, torch.no_grad):
         with mode():
-            torch.testing.assert_close(
-                memory.eval()(inputs, stream), stream + memory(inputs), rtol=tolerance, atol=tolerance
-            )
+            actual, expected = memory.eval()(inputs, stream), stream + memory(inputs)
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     with torch.no_grad():
         memory.value_bank.zero_()
         assert torch.equal(memory(inputs, stream), stream)
@@ -241,9 +240,7 @@ def test_block_follows_output_projection_and_inner_residual(family, inner_residu
 
 
 def test_inner_residual_of_unequal_widths_is_refused():
-    message = (
-        r"input of width 32 to an attention output of width 64; expected equal widths\. Set output_projection to true"
-    )
+    message = r"width 32 to an attention output of width 64; expected equal widths\. Set output_projection to true"
     with pytest.raises(ValueError, match=message):
         upscaled_model("qwen3", memory_options={"inner_residual": True})
     upscaled_model("qwen3", memory_options={"inner_residual": True, "output_projection": True})

@@ -94,9 +94,6 @@ def test_loss_is_the_mean_of_layers_and_sum_of_memories():
 
 
 def test_router_without_gradients_is_refused():
-    message = (
-        r"the router of memory 'chapters' in layer 0 runs without gradients in a pass that trains, as under reentrant activation "
-        r"checkpointing; expected gradient_checkpointing_kwargs=\{'use_reentrant': False\}\."
-    )
+    message = r"memory 'chapters' in layer 0 runs without gradients .*; expected .*\{'use_reentrant': False\}\."
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         told(layer(), states())

@@ -19,49 +19,30 @@ Arguments = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class OpCase:
-    """One row of the table.
+    """One row of the table."""
 
-    Args:
-        make: Makes arguments by name; gradients flow to all that are floating point.
-        call: Computes the differentiable output from arguments by a body.
-        bodies: Bodies in addition to `"reference"`.
-        sizes: Named sizes and `options` of calls, whose outputs and gradients are compared with the reference in float64.
-        registered: The registered op and its arguments, for a body; None without one.
-        node: Name of the op's node in a graph.
-        unregistered: Bodies without a registered op.
-        wide: Names of results in float32 whatever the dtype of the arguments.
-        exact: Names of results as close to float64 as sums in float32, too.
-        sums: Whether the last column of the output is called `sums`, and compared apart.
-        narrows: Whether autocast changes the result.
-        dtypes: Dtypes of arguments.
-        entry: Function that bypasses the op without active hooks; the op's name there.
-        never_direct: Bodies that it always calls through the op.
-        around: Whether PyTorch computes something around the op.
-        sizes_of_kernels: Names of the sizes for kernels, where another row has the same kernels; by default all.
-        tokens_of_kernels: Number of tokens of two runs of kernels, whose bits are compared.
-        query_sizes: Names of the sizes for queries that are large or not finite.
-        options: Names of arguments of a call that are not tensors.
-    """
-
-    make: Callable[..., Arguments]
-    call: Callable[..., torch.Tensor]
-    bodies: tuple[str, ...]
+    make: Callable[..., Arguments]  # arguments by name; gradients flow to all that are floating point
+    call: Callable[..., torch.Tensor]  # the differentiable output of arguments, by a body
+    bodies: tuple[str, ...]  # in addition to `"reference"`
+    # Named sizes and `options` of calls, whose outputs and gradients are compared with the reference in float64.
     sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    registered: Callable[[Arguments, str], tuple[Any, tuple]] | None = None
-    node: str = ""
-    unregistered: tuple[str, ...] = ()
-    wide: tuple[str, ...] = ()
-    exact: tuple[str, ...] = ()
-    sums: bool = False
-    narrows: bool = False
+    registered: Callable[[Arguments, str], tuple[Any, tuple]] | None = None  # the op and its arguments, for a body
+    node: str = ""  # the op's name in a graph
+    unregistered: tuple[str, ...] = ()  # bodies without a registered op
+    wide: tuple[str, ...] = ()  # results in float32 whatever the dtype of the arguments
+    exact: tuple[str, ...] = ()  # results as close to float64 as sums in float32, too
+    sums: bool = False  # the last column of the output is called `sums`, and compared apart
+    narrows: bool = False  # autocast changes the result
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
-    entry: tuple[Callable[..., Any], str] | None = None
-    never_direct: tuple[str, ...] = ()
-    around: bool = False
-    sizes_of_kernels: tuple[str, ...] = ()
-    tokens_of_kernels: int = 70
-    query_sizes: tuple[str, ...] = ("small",)
-    options: tuple[str, ...] = ("k", "softcap")
+    entry: tuple[Callable[..., Any], str] | None = (
+        None  # what bypasses the op without active hooks; the op's name there
+    )
+    never_direct: tuple[str, ...] = ()  # bodies that it always calls through the op
+    around: bool = False  # PyTorch computes something around the op
+    sizes_of_kernels: tuple[str, ...] = ()  # where another row has the same kernels; by default all
+    tokens_of_kernels: int = 70  # of two runs of kernels, whose bits are compared
+    query_sizes: tuple[str, ...] = ("small",)  # for queries that are large or not finite
+    options: tuple[str, ...] = ("k", "softcap")  # arguments of a call that are not tensors
 
     def made(self, size: str, **changes: Any) -> tuple[Arguments, dict[str, Any]]:
         """Return arguments of a size, by its name, and options of the call."""

@@ -9,7 +9,7 @@ from midus_hf.ops.moda.op import depth_attention, joint_shares, sequence_lse
 from midus_hf.ops.moda.reference import joint_attention, sequence_weights
 
 # Query heads per key/value head, key/value heads, tokens, width.
-SHAPES = [(1, 1, 3, 4), (2, 1, 5, 3), (3, 2, 4, 6), (7, 1, 2, 5)]
+SHAPES = [(1, 1, 3, 4), (3, 2, 4, 6)]
 
 
 def drawn(*shape, seed=0, dtype=torch.float64):
@@ -79,14 +79,11 @@ def test_joint_attention_and_gradients_equal_loops(shape, softcap, joining):
     query, key, value, keys, values = heads
     leaves = (query, key, value, *keys, *values, *([] if joining == "joint" else [gate]))
     gate, added = None if joining == "joint" else gate, joining == "added"
-    got = joined(*heads, gate, 0.4, softcap, added)
-    expected = attend(*heads, gate, 0.4, softcap, added=added)
+    got, expected = (of(*heads, gate, 0.4, softcap, added) for of in (joined, attend))
     torch.testing.assert_close(got, expected)
     along = drawn(*got.shape, seed=9).detach()
-    for ours, loops in zip(
-        torch.autograd.grad(got, leaves, along), torch.autograd.grad(expected, leaves, along), strict=True
-    ):
-        torch.testing.assert_close(ours, loops)
+    for pair in zip(*(torch.autograd.grad(output, leaves, along) for output in (got, expected)), strict=True):
+        torch.testing.assert_close(*pair)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -96,15 +93,10 @@ def test_sequence_lse_passes_gradcheck(mask, softcap, monkeypatch):
     query, key = drawn(2, 4, 5, 3), drawn(2, 2, 5, 3, seed=1)
     read = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(1)) > 0.4
     read |= torch.eye(5, dtype=torch.bool)
-    masks = {
-        None: None,
-        "bool": read,
-        "added": torch.where(read, 0.0, -1e4).double(),
-        "per row": read[:, :, -1:] | True,
-    }
+    masks = {"bool": read, "added": torch.where(read, 0.0, -1e4).double(), "per row": read[:, :, -1:] | True}
 
     def lse(query, key):
-        return sequence_lse(query, key, masks[mask], mask is None, 0.5, softcap)
+        return sequence_lse(query, key, masks.get(mask), mask is None, 0.5, softcap)
 
     assert torch.autograd.gradcheck(lse, (query, key), fast_mode=True)
 

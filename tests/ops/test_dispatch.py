@@ -43,28 +43,25 @@ def test_only_a_pass_without_gradients_or_watchers_skips_the_op():
         assert not can_skip_dispatcher(plain, plain.as_subclass(Subclass))
 
 
-@pytest.mark.parametrize("how", ["compiled", "traced", "in a graph", "in a graph before dispatch", "transformed"])
-def test_traced_or_transformed_calls_use_the_op(how):
-    seen = []
+WAYS = {
+    "compiled": lambda look: torch.compile(look, backend="eager", fullgraph=True),
+    "traced": lambda look: torch.jit.trace(look, torch.zeros(2), check_trace=False),
+    "in a graph": lambda look: make_fx(look)(torch.zeros(2)),
+    "in a graph before dispatch": lambda look: make_fx(look, pre_dispatch=True)(torch.zeros(2)),
+    "transformed": torch.func.vmap,
+}
 
+
+@pytest.mark.parametrize("way", WAYS)
+def test_traced_or_transformed_calls_use_the_op(way):
     def look(tensor):
-        seen.append(can_skip_dispatcher())
-        return tensor + 1 if seen[-1] else tensor + 2
+        return tensor + 1 if can_skip_dispatcher() else tensor + 2
 
-    zeros = torch.zeros(2)
+    torch._dynamo.reset()
     with torch.no_grad():
-        if how == "compiled":
-            torch._dynamo.reset()
-            assert torch.equal(torch.compile(look, backend="eager", fullgraph=True)(zeros), zeros + 2)
-            torch._dynamo.reset()
-        elif how == "traced":
-            assert torch.equal(torch.jit.trace(look, zeros, check_trace=False)(zeros), zeros + 2)
-        elif how.startswith("in a graph"):
-            graph = make_fx(look, pre_dispatch=how.endswith("before dispatch"))(zeros)
-            assert torch.equal(graph(zeros), zeros + 2)
-        else:
-            assert torch.equal(torch.func.vmap(look)(zeros), zeros + 2)
+        assert torch.equal(WAYS[way](look)(torch.zeros(2)), torch.full((2,), 2.0))
         assert can_skip_dispatcher()
+    torch._dynamo.reset()
 
 
 def inputs(tokens=3, heads=2, half=4, n=6, width=5, dtype=torch.float32) -> list[torch.Tensor]:
@@ -137,7 +134,7 @@ def test_missing_probes_always_use_the_op(monkeypatch):
         assert can_skip_dispatcher()
         monkeypatch.setattr(private_torch, "_KNOWS_WATCHERS", False)
         assert not can_skip_dispatcher()
-        tensors = [torch.randn(shape) for shape in ((3, 2, 8), (2, 6, 4), (2, 6, 4), (36, 5))]
+        tensors = inputs()
         called = headwise_memory(*tensors, None, 3)
         scores, _ = product_key_topk(*tensors[:3], 3)
     monkeypatch.undo()

@@ -9,7 +9,6 @@ from midus_hf.ops import weighted_gather
 from midus_hf.ops.gather.op import gathered_products
 
 ROWS, WIDTH, M = 7, 5, 6
-BODIES = pytest.mark.parametrize("backend", ["reference", "auto"])
 
 
 def given(dtype=torch.float64, tokens=(2, 3)):
@@ -47,20 +46,11 @@ def by_loops(name, made):
     return torch.stack(results).unflatten(0, slots.shape[:-1])
 
 
-NAMES = pytest.mark.parametrize("name", ["sums", "products"])
-
-
-@NAMES
-@BODIES
-def test_gathering_equals_loops(name, backend):
+@pytest.mark.parametrize("name", ["sums", "products"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_gathering_equals_loops_and_passes_gradcheck(name, backend):
     made = given()
     torch.testing.assert_close(called(name, made, backend), by_loops(name, made), rtol=1e-13, atol=1e-14)
-
-
-@NAMES
-@BODIES
-def test_gathering_passes_gradcheck(name, backend):
-    made = given()
     wanted = ["vectors", "bank"] if name == "products" else ["bank", "weights"]
 
     def run(*leaves):

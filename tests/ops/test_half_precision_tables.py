@@ -85,10 +85,8 @@ def test_gathering_first_gives_the_same_bits(tokens, monkeypatch):
     gradient = torch.randn(tokens, WIDTH, generator=generator).bfloat16()
 
     def computed():
-        return (
-            gather.weighted_rows(bank, slots, weights, "torch"),
-            gather.row_products(gradient, bank, slots, "torch"),
-        )
+        products = gather.row_products(gradient, bank, slots, "torch")
+        return gather.weighted_rows(bank, slots, weights, "torch"), products
 
     gathered = computed()
     monkeypatch.setattr(gather, "_widened", lambda bank, slots: (bank.float(), slots))

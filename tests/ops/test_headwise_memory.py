@@ -15,21 +15,9 @@ def inputs(tokens=5, heads=3, half=4, n=6, width=5, seed=0, dtype=torch.float64)
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 6])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
-        {"tokens": 1},
-        {"tokens": 40, "n": 3, "k_most": 3},
-        {"heads": 1, "width": 8},
-        {"half": 1, "width": 1, "n": 7},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("sizes", [{}, {"tokens": 40, "n": 3}, {"half": 1, "width": 1, "n": 7}], ids=str)
 def test_output_and_gradients_equal_loops(sizes, k):
-    sizes = dict(sizes)
-    k = min(k, sizes.pop("k_most", k))
     arguments = [argument.requires_grad_() for argument in inputs(**sizes)]
     output, by_loops = headwise_memory(*arguments, k), headwise_memory_by_loops(*arguments, k)
     torch.testing.assert_close(output, by_loops, rtol=1e-12, atol=1e-13)

@@ -39,10 +39,8 @@ def test_two_stages_find_the_best_of_all_slots(n, k_part, half, heads, tokens, l
     assert scores.dtype == dtype and slots.dtype == torch.int64
     for t in range(tokens):
         for h in range(heads):
-            every = [
-                score.item()
-                for score in slot_scores(query[t, h].double(), row_keys[h].double(), column_keys[h].double())
-            ]
+            of_slots = slot_scores(*(tensor.double() for tensor in (query[t, h], row_keys[h], column_keys[h])))
+            every = [score.item() for score in of_slots]
             result, found_scores = slots[t, h].tolist(), scores[t, h].tolist()
             assert found_scores == sorted(every, reverse=True)[:k]
             assert len(set(result)) == k and [every[slot] for slot in result] == found_scores
@@ -78,9 +76,8 @@ def test_groups_find_what_one_selection_finds(n, k, sign):
 
 @pytest.mark.parametrize(("n", "k"), [(25, 1), (64, 4), (65, 4), (1024, 32), (64, 40)])
 def test_equal_elements_are_each_chosen_once(n, k):
-    scores = (
-        torch.randn(1 + selection._FEW_ELEMENTS // n, n, generator=torch.Generator().manual_seed(0)).mul(2).round()
-    )
+    rows, generator = 1 + selection._FEW_ELEMENTS // n, torch.Generator().manual_seed(0)
+    scores = torch.randn(rows, n, generator=generator).mul(2).round()
     few = scores[:3, :16]  # selected at once
     assert selection._group_size(16, 4) == 1 and all(map(torch.equal, selection.largest(few, 1), few.topk(1)))
     values, places = selection.largest(scores, k)

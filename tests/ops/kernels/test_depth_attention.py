@@ -76,7 +76,7 @@ def test_gradient_of_one_output_is_enough():
         assert_close("query", *gradients, torch.float32)
 
 
-@pytest.mark.parametrize("count", [1, 255, 256, 257, 600])
+@pytest.mark.parametrize("count", [1, 256, 600])
 def test_numbers_arrive_on_the_device(count):
     ends = [-(1 << 60), 1 << 60, 0, 1, -1, 16, (1 << 47) + 512]
     numbers = [ends[index % len(ends)] for index in range(count)]
@@ -99,32 +99,21 @@ def test_any_numbers_need_one_compiled_kernel(monkeypatch):
     assert all(number % 2 and 1 << 32 < number < 1 << 63 for number in passed[0])
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """Arguments of every call of the op."""
-    calls = []
-    op = depth_attention.__globals__["depth_attention_op"]
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_mixed_dtypes_are_read_in_one(autocast, monkeypatch):
+    """Under autocast keys are rotated in float32 and values are not; PyTorch's attention casts all of them."""
+    arguments, dtypes, op = stacked(), set(), depth_attention.__globals__["depth_attention_op"]
 
-    def spied(*arguments):
-        calls.append(arguments)
-        return op(*arguments)
+    def spied(query, keys, values, *rest):
+        dtypes.update(tensor.dtype for tensor in (query, *keys, *values))
+        return op(query, keys, values, *rest)
 
     monkeypatch.setitem(depth_attention.__globals__, "depth_attention_op", spied)
-    return calls
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-def test_mixed_dtypes_are_read_in_one(autocast, launches):
-    """Under autocast keys are rotated in float32 and values are not; PyTorch's attention casts all of them."""
-    arguments = stacked()
     narrow = [name for name in arguments if name == "key 1" or name.startswith("value")]
     arguments |= {name: arguments[name].bfloat16() for name in narrow}
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         actual = output_and_gradients(OP, arguments, "triton")
-    (given,) = launches
-    assert {tensor.dtype for tensor in (given[0], *given[1], *given[2])} == {
-        torch.bfloat16 if autocast else torch.float32
-    }
+    assert dtypes == {torch.bfloat16 if autocast else torch.float32}
     for name, exact in output_and_gradients(OP, arguments, "reference", torch.float64).items():
         assert actual[name].dtype == (torch.bfloat16 if name in narrow else torch.float32)
         assert_close(name, actual[name], exact, torch.bfloat16)

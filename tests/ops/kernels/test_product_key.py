@@ -60,10 +60,7 @@ def test_sub_keys_too_large_for_kernels_run_in_pytorch(half, n, k, held):
     arguments = keyed(2, 1, half, n, torch.bfloat16).values()
     assert product_key_topk(*arguments, k)[1].shape == (2, 1, k)
     if held:
-        message = (
-            f"'triton', but sub-keys are {half} wide, of which a program would hold {held:,} bytes; expected 98,304 or"
-        )
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"sub-keys are {half} wide, .* {held:,} bytes; expected 98,304 or"):
             product_key_topk(*arguments, k, backend="triton")
     else:
         assert product_key_topk(*arguments, k, backend="triton")[1].shape == (2, 1, k)
@@ -84,7 +81,4 @@ def test_sums_of_sub_keys_are_limited_in_memory(monkeypatch):
     monkeypatch.setattr(kernels, "_MAX_SUMS", 1)
     for one, other in zip(result, torch.autograd.grad(scores.sum(), leaves), strict=True):
         torch.testing.assert_close(one, other)
-    assert grids == [
-        (2 * 5,),
-        (2,),
-    ]  # programs, each of which has sums of its own: for two heads, and five blocks of tokens
+    assert grids == [(2 * 5,), (2,)]  # programs with sums of their own: for two heads, and five blocks of tokens

@@ -163,12 +163,7 @@ def test_library_folder_is_the_user_cache(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "capability, machine, expected",
-    [
-        ("AVX512", "x86_64", "avx512"),
-        ("AVX2", "AMD64", "avx2"),
-        ("DEFAULT", "x86_64", "baseline"),
-        ("SVE256", "aarch64", "baseline"),
-    ],
+    [("AVX512", "x86_64", "avx512"), ("AVX2", "AMD64", "avx2"), ("SVE256", "aarch64", "baseline")],
 )
 def test_instruction_set_is_that_of_pytorch(capability, machine, expected, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
