@@ -66,7 +66,7 @@ NEAREST = {
     "midus_hf/look": "tests/look",
     "midus_hf/carried": "tests/carried",
     "midus_hf/models": "tests/models --ignore=tests/models/test_fsdp.py --ignore=tests/models/test_every_type.py",
-    "midus_hf/models/host.py": "tests/models/test_config.py tests/models/test_start.py tests/models/test_outputs.py "
+    "midus_hf/models/host.py": "tests/models/test_config.py tests/models/test_laws.py tests/models/test_outputs.py "
     "tests/models/test_hierarchical.py tests/models/test_packs.py tests/models/test_training.py "
     "tests/upscalers/test_hub.py tests/adapters/test_adapter_layers.py",
     "midus_hf/models/families": "tests/models/test_families.py tests/models/test_every_type.py tests/upscalers/test_any_type.py",

@@ -11,7 +11,7 @@ from models import memory_models, pack_models
 from models.hosting import host_of
 from models.upscaled import upscaled_model
 from pairs import by_default, in_turn
-from tiny import tiny_model
+from tiny import NUM_LAYERS, tiny_model
 from transformers import PreTrainedModel
 
 # Norms, rotations and the softmax of Gemma-2 are in float32, and `generate` gives logits in it, whatever a model is
@@ -27,6 +27,7 @@ class Case:
 
     Args:
         make: Makes the model of a family, with a folder for what lies beside its checkpoint, a dtype, and whether memories act.
+        small: Options of a model that has few layers, to be compiled soon.
         dtype: In which passes that compute in another order still choose the same slots, chapters and tokens.
         fetches: The number of memories whose blocks rows fetch by the ids that they name.
         is_base_at_first: Whether a model whose memories do not act computes what its base does.
@@ -36,6 +37,7 @@ class Case:
     """
 
     make: Callable[..., PreTrainedModel]
+    small: dict[str, Any]
     dtype: torch.dtype = torch.float64
     fetches: int = 0
     is_base_at_first: bool = True
@@ -43,11 +45,9 @@ class Case:
     reads_ids: bool = False
     is_reentrant: bool = True
 
-    def model(
-        self, family: str, folder: Path, dtype: torch.dtype | None = None, *, acting: bool = True, small: bool = False
-    ) -> Any:
-        """Return a model in eval mode; a small one has few layers, to be compiled soon."""
-        return self.make(family, folder, dtype or self.dtype, acting, small)
+    def model(self, family: str, folder: Path, dtype: torch.dtype | None = None, *, acting=True, small=False) -> Any:
+        """Return a model in eval mode."""
+        return self.make(family, folder, dtype or self.dtype, acting, **(self.small if small else {}))
 
     def given(self, rows: int = 2) -> dict[str, torch.Tensor]:
         """Return what a pass and `generate` take beside that many rows of tokens."""
@@ -58,34 +58,21 @@ class Case:
         return {"labels": tokens.clone(), **self.given(len(tokens))}
 
 
-def _inserted(family, folder, dtype, acting, small, *, new_layers=(1, 4), **options):
-    sizes = {"num_hidden_layers": 2, "new_layers": (1,)} if small else {"new_layers": new_layers}
-    return upscaled_model(family, dtype=dtype, acting=acting, **sizes, **options)
+def _inserted(family, folder, dtype, acting, **options):
+    return upscaled_model(family, dtype=dtype, acting=acting, **options)
 
 
-def _chapters(family, folder, dtype, acting, small, **options):
-    sizes = {"config": {"num_hidden_layers": 2}, "layers": (0, 1)} if small else {}
-    return memory_models.chapter_model(family, dtype=dtype, acting=acting, **sizes, **options)
+def _chapters(family, folder, dtype, acting, **options):
+    return memory_models.chapter_model(family, dtype=dtype, acting=acting, **options)
 
 
-def _ultramem(family, folder, dtype, acting, small, *, kind):
-    across = {"layers": [0], "into": [1]} if kind.endswith("skip") else {"layers": [0, 1]}
-    sizes = {"num_hidden_layers": 2, **across} if small else {}
-    values = {} if acting else {"zero": "values"}
-    return memory_models.ultramem_model(family, kind, dtype, **sizes, **values)
+def _ultramem(family, folder, dtype, acting, **options):
+    return memory_models.ultramem_model(family, dtype=dtype, **({} if acting else {"zero": "values"}), **options)
 
 
-def _ngrams(family, folder, dtype, acting, small, **options):
-    sizes = {"num_hidden_layers": 2} if small else {}
-    entry = {
-        "type": "engram",
-        "layers": [0, 1] if small else [1, 3],
-        "rows": 199,
-        "width": 16,
-        "hash_heads": 4,
-        **options,
-    }
-    model = host_of(tiny_model(family, dtype, **sizes), entry)
+def _ngrams(family, folder, dtype, acting, num_hidden_layers=NUM_LAYERS, **options):
+    entry = {"type": "engram", "layers": [1, 3], "rows": 199, "width": 16, "hash_heads": 4, **options}
+    model = host_of(tiny_model(family, dtype, num_hidden_layers=num_hidden_layers), entry)
     with torch.no_grad():
         for name, value in model.named_parameters():
             if acting and name.endswith(("value_table", "convolution")):
@@ -93,55 +80,51 @@ def _ngrams(family, folder, dtype, acting, small, **options):
     return model
 
 
-def _depth(family, folder, dtype, acting, small, *, kind):
-    sizes = {"num_hidden_layers": 2} if small else {}
-    return memory_models.depth_model(family, kind, dtype, acting=acting, **sizes)
+def _depth(family, folder, dtype, acting, **options):
+    return memory_models.depth_model(family, dtype=dtype, acting=acting, **options)
 
 
-def _packs(family, folder, dtype, acting, small):
-    sizes = {"num_hidden_layers": 2} if small else {"layers": [0, 1, 3]}
-    return pack_models.pack_model(family, dtype, pack_models.ENTRIES if acting else [], **sizes)
+def _packs(family, folder, dtype, acting, **options):
+    return pack_models.pack_model(family, dtype, pack_models.ENTRIES if acting else [], **options)
 
 
-def _fetched(family, folder, dtype, acting, small, *, kind):
-    sizes = {"base": {"num_hidden_layers": 2}, "layers": [1]} if small else {}
-    return memory_models.hierarchical_model(family, kind, folder, dtype, acting=acting, **sizes)
+def _fetched(family, folder, dtype, acting, **options):
+    return memory_models.hierarchical_model(family, folder=folder, dtype=dtype, acting=acting, **options)
 
 
+FEW = {"num_hidden_layers": 2}
+EVERYTHING = {"output_projection": True, "inner_residual": True, "query_norm": "batch"}
 INSERTED = {
     "midus-hml": {},
     "headwise everywhere": {"new_layers": (0, 1, 3, 5, 6)},
-    "headwise with everything": {
-        "memory_options": {"output_projection": True, "inner_residual": True, "query_norm": "batch"}
-    },
+    "headwise with everything": {"memory_options": EVERYTHING},
     "midus-pkm": {"memory_type": "midus-pkm"},
     "linear": {"memory_type": "midus-linear"},
 }
-CHAPTERS = {
-    "chunk": {"routing": "chunk"},
-    "token behind layers": {"routing": "token", "site": "behind-layer"},
-}
+CHAPTERS = {"chunk": {"routing": "chunk"}, "token behind layers": {"routing": "token", "site": "behind-layer"}}
+NGRAMS = {"ngram": {}, "ngram behind layers": {"site": "behind-layer", "kernel": 0, "min_order": 1}}
+ULTRAMEMS, DEPTHS = memory_models.ULTRAMEMS, memory_models.DEPTHS
+FETCHING = {**{kind: kind for kind in memory_models.FETCHING}, "all fetched": memory_models.FETCHING}
 # Memories at every site: inserted, behind attention, behind layers, beside the feed-forward network, across layers,
 # inside.
-CASES = (
-    {name: Case(partial(_inserted, **options), torch.float32) for name, options in INSERTED.items()}
-    | {
-        name: Case(partial(_chapters, **options), takes_back=name != "chunk", is_reentrant=False)
-        for name, options in CHAPTERS.items()
-    }
-    | {
-        "ngram": Case(_ngrams, reads_ids=True),
-        "ngram behind layers": Case(partial(_ngrams, site="behind-layer", kernel=0, min_order=1), reads_ids=True),
-    }
-    | {f"ultramem {kind}": Case(partial(_ultramem, kind=kind)) for kind in memory_models.ULTRAMEMS}
-    | {
-        f"depth {kind}": Case(partial(_depth, kind=kind), is_base_at_first=kind not in ("joint", "added to reused"))
-        for kind in memory_models.DEPTHS
-    }
-    | {"packs": Case(_packs, reads_ids=True)}
-    | {kind: Case(partial(_fetched, kind=kind), fetches=1) for kind in memory_models.FETCHING}
-    | {"all fetched": Case(partial(_fetched, kind=memory_models.FETCHING), fetches=len(memory_models.FETCHING))}
-)
+CASES: dict[str, Case] = {}
+for _name, _options in INSERTED.items():
+    CASES[_name] = Case(partial(_inserted, **_options), {**FEW, "new_layers": (1,)}, torch.float32)
+for _name, _options in CHAPTERS.items():
+    _small = {"config": FEW, "layers": (0, 1)}
+    CASES[_name] = Case(partial(_chapters, **_options), _small, takes_back=_name != "chunk", is_reentrant=False)
+for _name, _options in NGRAMS.items():
+    CASES[_name] = Case(partial(_ngrams, **_options), {**FEW, "layers": [0, 1]}, reads_ids=True)
+for _name in ULTRAMEMS:
+    _small = {"layers": [0], "into": [1]} if _name.endswith("skip") else {"layers": [0, 1]}
+    CASES[f"ultramem {_name}"] = Case(partial(_ultramem, kind=_name), {**FEW, **_small})
+for _name in DEPTHS:
+    _same = _name not in ("joint", "added to reused")
+    CASES[f"depth {_name}"] = Case(partial(_depth, kind=_name), FEW, is_base_at_first=_same)
+CASES["packs"] = Case(partial(_packs, layers=[0, 1, 3]), {**FEW, "layers": None}, reads_ids=True)
+for _name, _kinds in FETCHING.items():
+    _count = 1 if _name in memory_models.FETCHING else len(_kinds)
+    CASES[_name] = Case(partial(_fetched, kind=_kinds), {"base": FEW, "layers": [1]}, fetches=_count)
 
 # Rows whose lines of ours other rows run too. They run with the product, and but for headwise, which another row has in every
 # layer, in test_depth.py, test_ultramem.py and test_hierarchical.py, which have a test for each kind.

@@ -14,18 +14,13 @@ def add_depth(native, model):
         The tensors of the memory that it reads, by their names in `model`, as leaves of their own.
     """
     (entry,) = model.config.memories().attached.values()
-    owned = {
-        name: value.detach().clone().requires_grad_()
-        for name, value in model.named_parameters()
-        if ".memories." in name
-    }
+    of_memory = {name: value for name, value in model.named_parameters() if ".memories." in name}
+    owned = {name: value.detach().clone().requires_grad_() for name, value in of_memory.items()}
     depth = _Depth(entry, owned, native.config)
     for index, layer in enumerate(native.model.layers):
         layer.self_attn.depth, layer.self_attn.place = depth, index
         layer.self_attn.register_forward_pre_hook(_before_attention, with_kwargs=True)
-        layer.mlp.register_forward_pre_hook(
-            lambda _, inputs, attention=layer.self_attn: depth.write(attention, inputs[0])
-        )
+        layer.mlp.register_forward_pre_hook(lambda _, read, of=layer.self_attn: depth.write(of, read[0]))
     native.set_attn_implementation(_NAME)
     return owned
 
@@ -53,20 +48,16 @@ class _Depth:
         position, options = attention.place, self.options
         if position not in self.layers or position == self.layers[-1]:
             return
-        written = []
+        written, parts = [], ("key", "value")
         if options.attention_slots == "reused":
             written.append((attention.raw_key, attention.v_proj(attention.read)))
         elif options.attention_slots == "projected":
-            written.append(
-                tuple(self._projected(position, f"attention_{part}", attention.read) for part in ("key", "value"))
-            )
+            written.append([self._projected(position, f"attention_{part}", attention.read) for part in parts])
         if options.ffn_slots:
-            written.append(tuple(self._projected(position, f"ffn_{part}", mlp_input) for part in ("key", "value")))
+            written.append([self._projected(position, f"ffn_{part}", mlp_input) for part in parts])
         for key, value in written:
-            key = _normalised(getattr(attention, "k_norm", None), key)
-            self.slots.append(
-                (key.unflatten(-1, (-1, attention.head_dim)), value.unflatten(-1, (-1, attention.head_dim)))
-            )
+            slot = _normalised(getattr(attention, "k_norm", None), key), value
+            self.slots.append([part.unflatten(-1, (-1, attention.head_dim)) for part in slot])
 
     def _projected(self, position, name, read):
         return linear(read, self.tensor(position, f"{name}.weight"), self.tensor(position, f"{name}_bias"))

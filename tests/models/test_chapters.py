@@ -1,9 +1,4 @@
-"""Layers that share a bank of chapters, and generation with chapters chosen by more than a token, beyond what every memory does.
-
-Models are float64, so that passes that compute in another order still choose the same chapters and tokens.
-"""
-
-import warnings
+"""Layers that share a bank of chapters, and chapters chosen by more than a token; models are float64 so that routers choose alike."""
 
 import pytest
 import torch
@@ -36,8 +31,7 @@ def gradients(sparse: bool = False, checkpointing: bool = False, **options) -> d
 @pytest.mark.parametrize("options", [{}, {"routing": "sequence"}, {"share": "every:2"}, {"share": "none"}], ids=str)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_sparse_bank_gradients_equal_dense_ones(options, checkpointing):
-    expected = gradients(**options)
-    rows = gradients(sparse=True, checkpointing=checkpointing, **options)
+    expected, rows = gradients(**options), gradients(sparse=True, checkpointing=checkpointing, **options)
     assert expected.keys() == rows.keys()
     for name, gradient in expected.items():
         assert rows[name].is_sparse == name.endswith(".bank")
@@ -77,51 +71,21 @@ def test_pair_masks_show_padding_and_documents(routing):
     torch.testing.assert_close(shifted[:, 2:], logits(model, tokens))
 
 
-CAUSAL = ("chunk", "token")
 PROMPT, NEW = 7, 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-AHEAD = "a memory of this model chooses by the whole sequence, later tokens included"
-CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {"use_cache": False}}
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_whole_sequence_routing_generates_by_full_passes(native_family, cache):
-    model, tokens = chapter_model(native_family, routing="sequence"), prompt(PROMPT)
-    with pytest.warns(UserWarning, match=AHEAD):
-        generated = model.generate(tokens, **GREEDY, **CACHES[cache], return_dict_in_generate=True)
-    assert torch.equal(generated.sequences, by_full_passes(model, tokens, NEW)) and generated.get(CACHE) is None
-    if native_family == "gemma2":  # whose eager attention gives NaN for rows that are padding alone, in float64
-        return
-    rows = [prompt(length, batch=1, seed=length) for length in (PROMPT, 1)]
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}, {"use_cache": False}], ids=str)
+def test_whole_sequence_routing_generates_by_full_passes(cache):
+    model, rows = chapter_model(routing="sequence"), [prompt(length, 1, length) for length in (PROMPT, 1)]
     padded = torch.cat([torch.nn.functional.pad(row, (PROMPT - row.shape[1], 0)) for row in rows])
-    with pytest.warns(UserWarning, match=AHEAD):
-        together = model.generate(padded, attention_mask=(padded != 0).long(), **GREEDY, **CACHES[cache])
-    for row, tokens in zip(rows, together, strict=True):
+    with pytest.warns(UserWarning, match="chooses by the whole sequence, later tokens included"):
+        generated = model.generate(
+            padded, attention_mask=(padded != 0).long(), **GREEDY, **cache, return_dict_in_generate=True
+        )
+    assert generated.get(CACHE) is None
+    for row, tokens in zip(rows, generated.sequences, strict=True):
         assert torch.equal(tokens[PROMPT - row.shape[1] :], by_full_passes(model, row, NEW)[0])
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("routing", CAUSAL)
-def test_embeddings_may_stand_for_the_prompt(routing, cache):
-    model = chapter_model(routing=routing)
-    embedded = model.get_input_embeddings()(prompt(PROMPT))
-    expected = by_full_passes(model, prompt(PROMPT), NEW)[:, PROMPT:]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(model.generate(inputs_embeds=embedded, **GREEDY, **CACHES[cache]), expected)
-
-
-@pytest.mark.parametrize("routing", CAUSAL)
-def test_conversation_continues_from_its_cache_also_in_parts(family, routing):
-    """At first an empty cache without a config."""
-    model = chapter_model(family, routing=routing)
-    first = model.generate(prompt(PROMPT), **GREEDY, **{CACHE: DynamicCache()}, return_dict_in_generate=True)
-    further = torch.cat([first.sequences, prompt(4, seed=6)], dim=1)
-    # Else zeros among the tokens are taken for padding.
-    settings = {**GREEDY, "attention_mask": torch.ones_like(further)}
-    expected = by_full_passes(model, further, NEW)
-    assert torch.equal(model.generate(further, **settings, **{CACHE: first[CACHE]}), expected)
-    assert torch.equal(model.generate(further, **settings, prefill_chunk_size=3), expected)
 
 
 def test_state_is_as_large_as_a_token_and_absent_in_training():
@@ -135,44 +99,29 @@ def test_state_is_as_large_as_a_token_and_absent_in_training():
     assert not any(isinstance(layer, MemoryState) for layer in getattr(in_training, "layers", []))
 
 
-def filled_by(model):
-    return {CACHE: model(prompt(PROMPT), use_cache=True)[CACHE]}
+def filled(model):
+    return model(prompt(PROMPT), use_cache=True)[CACHE]
 
 
 REFUSED = {
-    "of another model": (
-        "chunk",
-        lambda base, model: model(prompt(1), **filled_by(base)),
-        "cache holds tokens, but not what",
-    ),
-    "without layers": (
-        "chunk",
-        lambda _, model: model(prompt(1), **{CACHE: ((),)}),
-        "a tuple, which cannot hold memory states",
-    ),
-    "looking ahead": (
-        "sequence",
-        lambda _, model: model.generate(prompt(PROMPT), **{CACHE: DynamicCache(config=model.config)}),
-        "a cache is passed, .* expected none",
-    ),
-    "of embeddings": (
-        "sequence",
-        lambda _, model: model.generate(inputs_embeds=model.get_input_embeddings()(prompt(PROMPT)), **GREEDY),
-        "inputs_embeds is given, .* expected input_ids",
-    ),
-    "continued": (
-        "sequence",
-        lambda _, model: model(prompt(1), **filled_by(model)),
-        "routing is 'sequence', .* holds a part",
-    ),
+    "another model's": ("chunk", lambda base, _: filled(base), "cache holds tokens, but not what"),
+    "without layers": ("chunk", lambda *_: ((),), "a tuple, which cannot hold memory states"),
+    "continued": ("sequence", lambda _, model: filled(model), "routing is 'sequence', .* holds a part"),
 }
 
 
-@pytest.mark.parametrize("cache", REFUSED)
-def test_cache_that_lacks_what_a_pass_needs_is_refused(cache):
-    routing, call, message = REFUSED[cache]
+@pytest.mark.parametrize(("routing", "cache", "message"), REFUSED.values(), ids=REFUSED)
+def test_cache_that_lacks_what_a_pass_needs_is_refused(routing, cache, message):
     base, model = chapter_pair(routing=routing)
     with pytest.raises(ValueError, match=message):
-        call(base, model)
+        model(prompt(1), **{CACHE: cache(base, model)})
     if routing == "chunk":
         model(prompt(1), **{CACHE: DynamicCache(config=model.config)})
+
+
+def test_whole_sequence_routing_refuses_caches_and_embeddings():
+    model = chapter_model(routing="sequence")
+    with pytest.raises(ValueError, match=r"a cache is passed, .* expected none"):
+        model.generate(prompt(PROMPT), **{CACHE: DynamicCache(config=model.config)})
+    with pytest.raises(ValueError, match=r"inputs_embeds is given, .* expected input_ids"):
+        model.generate(inputs_embeds=model.get_input_embeddings()(prompt(PROMPT)), **GREEDY)

@@ -33,9 +33,7 @@ def test_every_config_field_survives_config_json(family, tmp_path):
     classes = {"AutoConfig": "Config", "AutoModel": "Model", **models}
     assert saved["auto_map"] == {auto: f"modeling_midus.{name}{kind}" for auto, kind in classes.items()}
     again = AutoConfig.from_pretrained(tmp_path)
-    assert type(again) is type(config)
-    assert again.memory == [ENTRY]
-    assert again.upscale == {"method": "by hand", "new_layers": [1, 4]}
+    assert type(again) is type(config) and again.memory == [ENTRY] and again.upscale == config.upscale
     ignored = {"_name_or_path", "transformers_version", "architectures", "dtype"}
     before, after = ({k: v for k, v in c.to_dict().items() if k not in ignored} for c in (config, again))
     assert before == after
@@ -53,27 +51,26 @@ def test_model_without_entries_is_the_family_s(family, memory, tmp_path):
     assert model.config.memory == AutoConfig.from_pretrained(tmp_path).memory == []
 
 
-def test_config_copies_the_entries_it_is_given(family):
-    entry = {"type": "midus-hml", "layers": [1], "n": 8, "k": 3}
-    config = config_of(family, memory=[entry])
+def test_config_copies_the_entries_it_is_given():
+    entry = {**ENTRY, "layers": [1]}
+    config = config_of("llama", memory=[entry])
     entry["n"] = 99
     entry["layers"].append(2)
-    assert config.memory == [{"type": "midus-hml", "layers": [1], "n": 8, "k": 3}]
+    assert config.memory == [{**ENTRY, "layers": [1]}]
 
 
-def test_wrong_memory_is_refused_when_made_and_when_read(family, tmp_path):
+def test_wrong_memory_is_refused_when_made_and_when_read(tmp_path):
     """tests/config/test_memory_entries.py has every message."""
-    memory, message = [{**ENTRY, "k": 9}], r"k is 9; expected 1 <= k <= n = 8"
+    memory, message, path = [{**ENTRY, "k": 9}], r"k is 9; expected 1 <= k <= n = 8", tmp_path / "config.json"
     with pytest.raises(ValueError, match=message):
-        config_of(family, memory=memory)
-    config_of(family).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
+        config_of("llama", memory=memory)
+    config_of("llama").save_pretrained(tmp_path)
     path.write_text(json.dumps({**json.loads(path.read_text()), "memory": memory}))
     with pytest.raises(ValueError, match=message):
         AutoConfig.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_layer_types_count_the_blocks(family):
     config = config_of(family)
     base_types = tiny_model(family).config.layer_types
@@ -84,29 +81,25 @@ def test_layer_types_count_the_blocks(family):
 
 
 def test_no_plan_splits_a_model_over_processes(family):
-    """A plan that split the head alone would cut a tied model where nothing else is cut."""
+    """A plan that split only the head would cut a tied model where nothing else is cut."""
     model = upscaled_model(family)
     for module in (model, model.model):
         assert not module._tp_plan and not getattr(module, "_pp_plan", None) and not module.supports_tp_plan
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"tp_plan": "auto"}, "tp_plan is 'auto'"),
-        ({"tp_size": 2}, "tp_size is 2"),
-        ({"distributed_config": {"tp_size": 2, "fsdp_size": 2}}, "tp_size is 2"),
-        ({"distributed_config": {"pp_size": 2}}, "pp_size is 2"),
-    ],
-)
+SPLITS = [
+    ({"tp_plan": "auto"}, "tp_plan is 'auto'"),
+    ({"tp_size": 2}, "tp_size is 2"),
+    ({"distributed_config": types.SimpleNamespace(tp_size=2, fsdp_size=2)}, "tp_size is 2"),
+    ({"distributed_config": types.SimpleNamespace(pp_size=2)}, "pp_size is 2"),
+]
+
+
+@pytest.mark.parametrize(("asked", "message"), SPLITS)
 def test_parallelism_that_splits_a_model_is_refused(asked, message, tmp_path):
     upscaled_model("qwen2").save_pretrained(tmp_path)
-    if "distributed_config" in asked:
-        asked = {"distributed_config": types.SimpleNamespace(**asked["distributed_config"])}
     for auto in (AutoModel, AutoModelForCausalLM):
-        with pytest.raises(
-            ValueError, match=f"{message}, but a memory reads whole heads.*device_map, or train it with FSDP"
-        ):
+        with pytest.raises(ValueError, match=f"{message}, but a memory .*device_map, or train it with FSDP"):
             auto.from_pretrained(tmp_path, **asked)
 
 

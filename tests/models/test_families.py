@@ -18,7 +18,7 @@ from midus_hf.version import NEWEST_TRIED_TRANSFORMERS
 
 
 @pytest.mark.parametrize("model_type", MAIN_TYPES)
-def test_the_module_of_a_family_has_a_source_and_a_place(model_type):
+def test_module_of_a_family_has_a_source_and_a_place(model_type):
     family = FAMILIES[model_type]
     module = sys.modules[family.__module__]
     hosts = [each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__]
@@ -42,7 +42,7 @@ def test_source_of_a_family_is_renewed_in_the_cache(tmp_path, monkeypatch):
 def test_unwritable_cache_leaves_the_source_in_memory(tmp_path):
     (tmp_path / "file").write_text("")
     code = """
-import inspect, os, sys
+import inspect, os
 os.environ["XDG_CACHE_HOME"] = "file"
 from midus_hf.models import FAMILIES
 print(inspect.getsource(FAMILIES["llama"]).splitlines()[1])
@@ -52,7 +52,6 @@ print(inspect.getsource(FAMILIES["llama"]).splitlines()[1])
 
 def test_importing_the_models_builds_none(tmp_path):
     code = """
-import sys
 from torch import nn
 built, init = [], nn.Module.__init__
 nn.Module.__init__ = lambda self, *args, **kwargs: (built.append(type(self).__name__), init(self, *args, **kwargs))[1]
@@ -75,7 +74,6 @@ def test_fresh_process_unpickles_configs_and_makes_named_types(tmp_path):
     (tmp_path / "config.pkl").write_bytes(pickle.dumps(config))
     code = """
 import pickle
-import sys
 print(pickle.load(open("config.pkl", "rb")).model_type)
 import midus_hf.models.families as families
 from transformers import AutoConfig
@@ -85,11 +83,11 @@ print("olmo" in families.FAMILIES, AutoConfig.for_model("midus_olmo", num_hidden
     assert printed == f"{config.model_type}\nFalse midus_olmo True\n"
 
 
-def test_a_type_that_cannot_host_memory_does_not_join():
+def test_type_that_cannot_host_memory_does_not_join():
     assert "midus_gpt2" not in CONFIG_MAPPING and "midus_nothing" not in CONFIG_MAPPING
 
 
-def test_a_newer_transformers_than_was_tried_is_told_once(tmp_path):
+def test_newer_transformers_than_was_tried_is_told_once(tmp_path):
     major, minor = NEWEST_TRIED_TRANSFORMERS.split(".")
     tried, newer = ["5.23.9", f"{NEWEST_TRIED_TRANSFORMERS}.7"], f"{major}.{int(minor) + 1}.0"
     newer = [newer, f"{newer}.dev0", "6.0"]

@@ -5,14 +5,7 @@ import torch
 from models.cases import GREEDY
 from models.gradients import gradients_of_blocks, loss_and_gradients
 from models.hosting import host_of
-from models.memory_models import (
-    FETCHING,
-    IDS,
-    OTHER_IDS,
-    fetching_entry,
-    hierarchical_model,
-    stated_base,
-)
+from models.memory_models import FETCHING, IDS, OTHER_IDS, fetching_entry, hierarchical_model, stated_base
 from tiny import logits, prompt, tiny_model
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
@@ -66,9 +59,7 @@ def test_rotation_by_complex_numbers_is_refused():
     with torch.device("meta"):
         attention = Llama4TextAttention(Llama4TextConfig(), 0)
     attention.config = AttentionHost(attention, rotates=True)
-    with pytest.raises(
-        ValueError, match=r"Llama4TextAttention rotates .* by complex numbers; expected cosines and sines"
-    ):
+    with pytest.raises(ValueError, match=r"Llama4TextAttention rotates .* by complex numbers; expected cosines"):
         unrotated(attention, torch.randn(2, 4, 6, 8), torch.polar(torch.ones(1, 6, 4), torch.randn(1, 6, 4)))
 
 
@@ -84,8 +75,8 @@ def test_texts_without_ids_can_read_the_generic_memory(native_family, kind, tmp_
 
 
 @pytest.mark.parametrize("kind", FETCHING)
-def test_blocks_fetched_ahead_are_those_of_the_ids(family, kind, tmp_path):
-    model = hierarchical_model(family, kind, tmp_path, torch.float32)
+def test_blocks_fetched_ahead_are_those_of_the_ids(kind, native_family, shared_model):
+    model = shared_model(kind, native_family)
     blocks, expected = model.fetch_memory(IDS), logits(model, memory_ids=IDS)
     assert not torch.equal(logits(model, memory_ids=OTHER_IDS), expected)
     assert torch.equal(logits(model, memory_blocks=blocks), expected)
@@ -93,43 +84,41 @@ def test_blocks_fetched_ahead_are_those_of_the_ids(family, kind, tmp_path):
     assert torch.equal(model.generate(prompt(9), memory_blocks=blocks, **GREEDY), generated)
 
 
-# What is given to the texts of a batch; tests/banks/test_bank_refusals.py has the refusals of ids.
-REFUSED = {
-    "too few ids": (lambda _: {"memory_ids": IDS[:1]}, 2, r"memory_ids has 1 rows; expected 2, one for each text"),
-    "ids and blocks": (
-        lambda model: {"memory_ids": IDS, "memory_blocks": model.fetch_memory(IDS)},
+def fetched(ids):
+    return lambda model: {"memory_blocks": model.fetch_memory(ids)}
+
+
+# What is given to so many texts of a batch; tests/banks/test_bank_refusals.py has the refusals of ids.
+REFUSED = [
+    (2, lambda _: {"memory_ids": IDS[:1]}, "memory_ids has 1 rows; expected 2, one for each text"),
+    (
         2,
-        "memory_ids and memory_blocks are given; expected one of them",
+        lambda model: {"memory_ids": IDS, **fetched(IDS)(model)},
+        "memory_ids and memory_blocks are given; expected one",
     ),
-} | {
-    f"blocks of {len(ids)} for {rows}": (
-        lambda model, ids=ids: {"memory_blocks": model.fetch_memory(ids)},
-        rows,
-        f"memory_blocks were fetched for {len(ids)} rows; expected {rows}, one for each text",
-    )
-    for ids, rows in ((IDS[:1], 2), (IDS, 1), (torch.cat([IDS, OTHER_IDS]), 2))
-}
+    (2, fetched(IDS[:1]), "memory_blocks were fetched for 1 rows; expected 2, one for each text"),
+    (1, fetched(IDS), "memory_blocks were fetched for 2 rows; expected 1, one"),
+    (2, fetched(torch.cat([IDS, OTHER_IDS])), "memory_blocks were fetched for 4 rows; expected 2, one"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_inputs_that_do_not_fit_the_texts_are_refused(case, tmp_path):
-    given, rows, message = REFUSED[case]
-    model = hierarchical_model("llama", "hier-kv", tmp_path)
+@pytest.mark.parametrize(("rows", "given", "message"), REFUSED)
+def test_inputs_that_do_not_fit_the_texts_are_refused(rows, given, message, shared_model):
+    model = shared_model("hier-kv")
     for call in (model, model.model):
         with pytest.raises(ValueError, match=f"^{message}"):
             call(prompt(batch=rows), **given(model))
 
 
 def test_ids_without_an_open_bank_are_refused():
-    model, generic = (
-        host_of(tiny_model("llama"), fetching_entry("hier-kv", without_ids=how)) for how in ("none", "generic")
-    )
-    assert torch.equal(logits(model), logits(tiny_model("llama")))
-    for call in (lambda: model(prompt(), memory_ids=IDS), lambda: generic(prompt())):
+    ways, base = ("none", "generic"), tiny_model("llama")
+    model, generic = (host_of(base, fetching_entry("hier-kv", without_ids=way)) for way in ways)
+    assert torch.equal(logits(model), logits(base))
+    for each, given in ((model, {"memory_ids": IDS}), (generic, {})):
         with pytest.raises(
             ValueError, match=r"^memory 'hier-kv' fetches .* none is open; .* Call banks\.open\(folder\)"
         ):
-            call()
+            logits(each, **given)
 
 
 @pytest.mark.parametrize("subfolder", [None, "inner"])
@@ -145,11 +134,3 @@ def test_bank_files_of_a_hub_model_are_downloaded(subfolder, tmp_path, monkeypat
     prefix = f"{subfolder}/" if subfolder else ""
     assert request == {"name": "somebody/model", "revision": "v1", "allow_patterns": [f"{prefix}memory_bank/**"]}
     assert folder == (tmp_path / subfolder if subfolder else tmp_path)
-
-
-def test_model_with_ids_compiles_around_the_fetching(tmp_path):
-    torch._dynamo.reset()
-    sizes = {"base": {"num_hidden_layers": 2}, "layers": [1]}
-    model, tokens = hierarchical_model("llama", "hier-ffn", tmp_path, torch.float32, **sizes), prompt(6)
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(logits(compiled, tokens, memory_ids=IDS), logits(model, tokens, memory_ids=IDS))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from models.cases import CASES, GREEDY, chosen
 from models.gradients import enable_checkpointing
-from tiny import prompt
+from tiny import logits, prompt
 from torch import nn
 
 # Memories that change projections, heads, and what parts return; the last reads the depth through a cache that notes what it gets.
@@ -20,9 +20,8 @@ FAMILY = "gemma2"  # whose parts have norms behind them
 on_rows = pytest.mark.parametrize("row", ROWS)
 
 
-@torch.no_grad()
 def logits_of(model, row):
-    return model(prompt(), **CASES[row].given()).logits
+    return logits(model, **CASES[row].given())
 
 
 def layers_with_sites(model):
@@ -30,11 +29,9 @@ def layers_with_sites(model):
 
 
 @on_rows
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickled"]
-)
-def test_the_memories_of_a_copy_are_those_of_the_copy(row, copied, tmp_path):
-    model = CASES[row].model(FAMILY, tmp_path)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_memories_of_a_copy_are_those_of_the_copy(row, copied, shared_model):
+    model = shared_model(row, FAMILY)
     before, other = logits_of(model, row), copied(model)
     assert torch.equal(logits_of(other, row), before)
     with torch.no_grad():
@@ -76,7 +73,7 @@ def test_replaced_modules_run_hooks_once(row, change, tmp_path):
 
 
 @on_rows
-def test_a_pass_that_fails_leaves_nothing_behind(row, tmp_path, monkeypatch):
+def test_failed_pass_leaves_nothing(row, tmp_path, monkeypatch):
     model = CASES[row].model(FAMILY, tmp_path)
     before = logits_of(model, row)
     layer = layers_with_sites(model)[-1]
@@ -88,20 +85,16 @@ def test_a_pass_that_fails_leaves_nothing_behind(row, tmp_path, monkeypatch):
     assert torch.equal(logits_of(model, row), before)
 
 
-@pytest.mark.parametrize(
-    ("row", "part"), [("hier-ffn", "mlp"), ("hier-lora-qk", "self_attn.q_proj"), ("hier-kv", "self_attn")]
-)
-def test_a_part_is_not_called_without_its_layer(row, part, tmp_path):
-    layer = layers_with_sites(CASES[row].model(FAMILY, tmp_path))[-1]
-    given = {
-        "position_embeddings": tuple(torch.ones(2, 1, 1, layer.self_attn.head_dim, dtype=torch.float64)),
-        "attention_mask": None,
-    }
-    with pytest.raises(
-        ValueError,
-        match=rf"^a part of layer {layer.layer_idx} was called outside of the layer's forward, .* Call the layer",
-    ):
-        layer.get_submodule(part)(torch.zeros(1, 1, 32, dtype=torch.float64), **(given if part == "self_attn" else {}))
+PARTS = {"hier-ffn": "mlp", "hier-lora-qk": "self_attn.q_proj", "hier-kv": "self_attn"}
+
+
+@pytest.mark.parametrize(("row", "part"), PARTS.items())
+def test_part_is_not_called_without_its_layer(row, part, shared_model):
+    layer, read = layers_with_sites(shared_model(row, FAMILY))[-1], torch.zeros(1, 1, 32, dtype=torch.float64)
+    positions = tuple(torch.ones(2, 1, 1, layer.self_attn.head_dim, dtype=torch.float64))
+    given = {"position_embeddings": positions, "attention_mask": None} if part == "self_attn" else {}
+    with pytest.raises(ValueError, match=rf"^a part of layer {layer.layer_idx} was called outside .* Call the layer"):
+        layer.get_submodule(part)(read, **given)
 
 
 @pytest.fixture
@@ -116,21 +109,20 @@ def switching_often():
 def in_threads(works):
     """The results of functions, each called four times in a thread of its own, all threads at once."""
     with ThreadPoolExecutor(len(works)) as pool:
-        return [
-            made.result() for made in [pool.submit(lambda work=work: [work() for _ in range(4)]) for work in works]
-        ]
+        made = [pool.submit(lambda work=work: [work() for _ in range(4)]) for work in works]
+        return [each.result() for each in made]
 
 
 @pytest.mark.parametrize("row", chosen())
 @pytest.mark.usefixtures("switching_often")
-def test_threads_that_run_one_model_compute_what_one_thread_does(row, tmp_path):
+def test_threads_of_one_model_compute_what_one_thread_does(row, tmp_path):
     case = CASES[row]
-    model = case.model(FAMILY, tmp_path, small=row != "ultramem shared skip")  # which needs three layers
+    # These need three layers and four.
+    model = case.model(FAMILY, tmp_path, small=row not in ("ultramem shared skip", "depth some"))
     texts = prompt(), prompt(seed=5)[:, :5]
 
-    @torch.no_grad()
     def passed(text):
-        return model(text, **case.given()).logits
+        return logits(model, text, **case.given())
 
     def generated(text):
         made = model.generate(text, **GREEDY, output_logits=True, return_dict_in_generate=True, **case.given())
@@ -139,7 +131,7 @@ def test_threads_that_run_one_model_compute_what_one_thread_does(row, tmp_path):
     works = [partial(run, text) for run in (passed, generated) for text in texts]
     for work, results in zip(works, in_threads(works), strict=True):
         expected = work()
-        assert [torch.equal(result, expected) for result in results] == [True] * 4
+        assert all(torch.equal(result, expected) for result in results)
 
 
 @pytest.mark.usefixtures("switching_often")

@@ -1,5 +1,6 @@
 """Losses that the Trainer computes, experts of older adapters: what other libraries decide by the name of a class or a type."""
 
+import copy
 import textwrap
 import types
 from typing import Any
@@ -37,13 +38,13 @@ here: dict[str, Any] = {}
 exec(_SMOOTHED, here)
 
 
-def test_the_trainer_shifts_labels_where_it_smooths_them_itself(family, tmp_path):
+def test_trainer_shifts_labels_that_it_smooths(family, tmp_path):
     base, model = upscaled_pair(family, acting=False)
     assert torch.equal(here["smoothed"](model, tmp_path), here["smoothed"](base, tmp_path))
 
 
 @pytest.mark.parametrize("model_type", ["llava", "gemma3"])
-def test_the_trainer_shifts_labels_of_composite_models(model_type, tmp_path):
+def test_trainer_shifts_labels_of_composite_models(model_type, tmp_path):
     composite_model(model_type).save_pretrained(tmp_path / "base")
     upscale(base=tmp_path / "base", method="midus-hml", output=tmp_path / "made", options={"n": 8, "k": 3})
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "made")
@@ -53,7 +54,7 @@ def test_the_trainer_shifts_labels_of_composite_models(model_type, tmp_path):
         assert listed[model.config.model_type] == type(model).__name__
 
 
-def test_the_trainer_shifts_labels_where_the_package_is_absent(tmp_path):
+def test_trainer_shifts_labels_without_the_package(tmp_path):
     upscaled_model("llama").save_pretrained(tmp_path / "made")
     code = 'smoothed(AutoModelForCausalLM.from_pretrained("made", trust_remote_code=True), "run")\n'
     run_python(_SMOOTHED + code, tmp_path, package_present=False)
@@ -61,19 +62,16 @@ def test_the_trainer_shifts_labels_where_the_package_is_absent(tmp_path):
 
 def test_older_expert_adapters_find_the_experts():
     peft = pytest.importorskip("peft")
-    base = type_model("mixtral")
     host_type("mixtral")
-    config = {"target_modules": ["q_proj", "w1", "w2", "w3"], "task_type": "CAUSAL_LM"}
-    model = host_of(base)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(**config))
-    native = peft.get_peft_model(base, peft.LoraConfig(**config))
-    lora = {name for name, _ in native.named_parameters() if "lora_" in name}
-    assert any("experts" in name for name in lora)
-    assert lora == {name for name, _ in adapted.named_parameters() if "lora_" in name}
+    base = type_model("mixtral")
+    config = peft.LoraConfig(target_modules=["q_proj", "w1", "w2", "w3"], task_type="CAUSAL_LM")
+    hosted, native = (peft.get_peft_model(each, copy.deepcopy(config)) for each in (host_of(base), base))
+    lora, found = ({name for name, _ in each.named_parameters() if "lora_" in name} for each in (native, hosted))
+    assert lora == found and any("experts" in name for name in lora)
 
 
 @pytest.mark.parametrize("model_type", ["hyperclovax", "granite", "gemma2"])
-def test_the_fused_losses_of_trl_scale_logits_as_the_model_does(model_type):
+def test_fused_losses_of_trl_scale_logits_as_the_model_does(model_type):
     utils = pytest.importorskip("trl.trainer.utils")
     base = type_model(model_type)
     host_type(model_type)
@@ -89,7 +87,7 @@ def test_the_fused_losses_of_trl_scale_logits_as_the_model_does(model_type):
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_only_the_module_transformers_shows_the_classes():
+def test_classes_are_shown_only_by_the_module_transformers():
     name = FAMILIES["gemma2"].__name__
     assert getattr(transformers, name) is FAMILIES["gemma2"]
     assert isinstance(transformers.models, types.ModuleType) and type(transformers.models) is type(transformers)

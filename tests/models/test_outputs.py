@@ -1,12 +1,10 @@
-"""What a forward computes with memories at each site, and what it returns beside logits."""
+"""What a forward computes with memories at each site, with tables that layers share."""
 
 import pytest
 import torch
-from models.cases import CASES, chosen
 from models.hosting import host_of
 from models.memory_models import act_by_chapters, chapter_model, ultramem_model
-from models.upscaled import upscaled_model
-from tiny import NUM_LAYERS, WINDOW, logits, prompt, tiny_model
+from tiny import logits, prompt, tiny_model
 
 from midus_hf.memories.hierarchical.bank import FetchedBatch
 from midus_hf.memories.hierarchical.options import block_layouts
@@ -46,12 +44,12 @@ SITES["inside-ffn"] = "hier-lora-ffn"
 
 def blocks_of(model):
     """Return the same blocks for each memory that fetches any, for two rows."""
-    batches, rows = {}, torch.arange(2)
+    batches = {}
     for name, layout in block_layouts(model.config.memories()).items():
         generator = torch.Generator().manual_seed(2)
         shapes = {level: (2, layout.record_numel(level)) for level in layout.levels}
         records = {level: 0.1 * torch.randn(shape, generator=generator).double() for level, shape in shapes.items()}
-        batches[name] = FetchedBatch(layout, records, dict.fromkeys(records, rows))
+        batches[name] = FetchedBatch(layout, records, dict.fromkeys(records, torch.arange(2)))
     return {"memory_blocks": batches} if batches else {}
 
 
@@ -73,32 +71,3 @@ def test_memories_at_one_site_read_the_same_and_add_up(native_family, site):
     expected = logits(once, prompt(), **blocks_of(once))
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-8)
     assert (expected - before).abs().max() > 1e-3
-
-
-def test_a_block_adds_its_memory_to_the_stream_and_nothing_else(family):
-    model = upscaled_model(family)
-    block, seen = model.model.layers[1], []
-    hook = block.memory.register_forward_hook(lambda module, args, output: seen.append((*args, output)))
-    with torch.no_grad():
-        states = model(prompt(), output_hidden_states=True).hidden_states
-        ((attention_output, stream, output),) = seen
-        hook.remove()
-        assert len(states) == NUM_LAYERS + 2 + 1
-        assert torch.equal(stream, states[1]) and torch.equal(output, states[2])
-        assert torch.equal(states[2], states[1] + block.memory(attention_output))
-
-
-@pytest.mark.parametrize("case", chosen())
-def test_attentions_are_those_of_the_sequence_in_every_layer(native_family, case, tmp_path):
-    model = CASES[case].model(native_family, tmp_path, torch.float32)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        attentions = model(prompt(), output_attentions=True, use_cache=False, **CASES[case].given()).attentions
-    assert len(attentions) == model.config.num_hidden_layers
-    shares_softmax = any(entry.options.attends for entry in model.config.memories().attached.values())
-    for attention in attentions:
-        assert attention.shape == (2, 4, 3 * WINDOW, 3 * WINDOW)
-        if shares_softmax:  # with what a memory reads, which gets the rest
-            assert attention.min() >= 0 and attention.sum(-1).max() <= 1 + 1e-5
-        else:
-            torch.testing.assert_close(attention.sum(-1), torch.ones(2, 4, 3 * WINDOW))

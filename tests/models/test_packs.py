@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -54,12 +55,18 @@ def behind_text(base, text, asked, first=0, **places):
     return logits(base, tokens, attention_mask=mask, position_ids=positions)[:, -asked.shape[1] :]
 
 
+@pytest.mark.parametrize("distance", [0, 2])
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_logits_after_a_name_are_those_after_its_text(family):
-    base, model = both(family)
-    assert IN_FRONT.shape[1] + TEXT.shape[1] + ASKED.shape[1] < WINDOW
-    torch.testing.assert_close(logits(model, ASKED), behind_text(base, TEXT, ASKED), rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(logits(model, ASKED), logits(base, ASKED), atol=1e-3)
+def test_logits_after_a_name_are_those_after_its_text(family, distance):
+    """As far from the text, wherever the name stands."""
+    base, model = both(family, distance=distance)
+    count, computed, behind = ASKED.shape[1], logits(model, ASKED), behind_text(base, TEXT, ASKED, distance=distance)
+    assert IN_FRONT.shape[1] + TEXT.shape[1] + count < WINDOW
+    torch.testing.assert_close(computed, behind, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(computed, logits(base, ASKED), atol=1e-3)
+    positions = torch.arange(600, 600 + count)[None]
+    far = logits(model, ASKED, position_ids=positions, attention_mask=torch.ones(1, count))
+    torch.testing.assert_close(far, computed, rtol=1e-3, atol=1e-4)
 
 
 def test_attentions_are_weights_over_packs_and_sequence():
@@ -87,7 +94,7 @@ def test_text_is_read_from_the_last_token_of_its_name():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_up_to_a_name_every_bit_is_the_bases(family, dtype):
+def test_tokens_up_to_a_name_have_the_bits_of_the_base(family, dtype):
     base, model = both(family, dtype)
     tokens = torch.cat([ids("So (Au) is it"), ids("So (ax) is it")])
     last = ids("So (Au").shape[1] - 1
@@ -96,24 +103,14 @@ def test_up_to_a_name_every_bit_is_the_bases(family, dtype):
     assert not torch.equal(computed[0, last], expected[0, last])
 
 
-@pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_pack_keeps_its_distance_from_the_name(family):
-    base, model = both(family, distance=2)
-    torch.testing.assert_close(logits(model, ASKED), behind_text(base, TEXT, ASKED, distance=2), rtol=1e-4, atol=1e-5)
-    count = ASKED.shape[1]
-    seen = torch.ones(1, count)
-    far = logits(model, ASKED, position_ids=torch.arange(600, 600 + count)[None], attention_mask=seen)
-    torch.testing.assert_close(far, logits(model, ASKED), rtol=1e-3, atol=1e-4)
-
-
-def test_a_long_pass_computes_what_short_steps_compute():
+def test_long_pass_computes_what_short_steps_compute():
     model = pack_model("llama", torch.float64, max_position_embeddings=512)
     tokens = prompt(300)
     whole = logits(model, tokens)
     torch.testing.assert_close(in_steps(model, tokens, [100, 1, 99, 50, 50], DynamicCache(config=model.config)), whole)
 
 
-def test_a_bias_raises_the_scores_of_packs_and_no_others():
+def test_bias_raises_the_scores_of_packs_and_no_others():
     base, model = both("llama", score_bias=-1e9)
     torch.testing.assert_close(logits(model, ASKED), logits(base, ASKED))
     model = both("llama", score_bias=2.0)[1]
@@ -124,13 +121,13 @@ def test_a_bias_raises_the_scores_of_packs_and_no_others():
 
 def test_linked_entries_are_read_where_there_is_room():
     naming = Entry(("q",), "of gold")
-    asked, alone = ids(" q: a"), pack_model("llama", torch.float32, [naming])
-    linked = pack_model("llama", torch.float32, [naming, ENTRIES[1]])
-    without = pack_model("llama", torch.float32, [naming, ENTRIES[1]], options={"links": False})
-    of_one = pack_model("llama", torch.float32, [naming, ENTRIES[1]], options={"open": 1})
-    assert not torch.allclose(logits(linked, asked), logits(alone, asked), atol=1e-4)
-    assert torch.equal(logits(without, asked), logits(alone, asked))
-    assert torch.equal(logits(of_one, asked), logits(alone, asked))
+
+    def computed(*others, **options):
+        return logits(pack_model("llama", torch.float32, [naming, *others], options=options), ASKED)
+
+    assert not torch.allclose(computed(ENTRIES[1]), computed(), atol=1e-4)
+    for without in ({"links": False}, {"open": 1}):
+        assert torch.equal(computed(ENTRIES[1], **without), computed())
 
 
 def test_entries_open_together_are_read_as_one_text():
@@ -170,50 +167,23 @@ def test_conversation_survives_exchanged_and_cropped_rows():
     torch.testing.assert_close(rest, expected.flip(0)[:, -18:], rtol=1e-4, atol=1e-5)
 
 
-def test_steps_survive_exchanged_copied_and_cropped_rows():
-    _, model = both("llama")
-    before, after = torch.cat([ids("So gold is (q"), ids("So zinc is (q")]), torch.cat([ids("; no"), ids("? no")])
-    expected = logits(model, torch.cat([torch.cat([before, before.flip(0)]), torch.cat([after] * 2)], 1))
-    length = before.shape[1]
-
-    def rest(cache):
-        return in_steps(model, after, [1] * after.shape[1], cache)
-
-    def filled():
-        cache = DynamicCache(config=model.config)
-        in_steps(model, before, [length - 2, 1, 1], cache)
-        return cache
-
-    cache = filled()
-    of_copy = rest(copy.deepcopy(cache))
-    torch.testing.assert_close(of_copy, expected[:2, length:], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(rest(cache), of_copy)
-    exchanged = filled()
-    exchanged.reorder_cache(torch.tensor([1, 0]))
-    torch.testing.assert_close(rest(exchanged), expected[2:, length:], rtol=1e-4, atol=1e-5)
-    taken_back = filled()
-    in_steps(model, after.flip(0), [1] * after.shape[1], taken_back)
-    taken_back.crop(-after.shape[1])
-    torch.testing.assert_close(rest(taken_back), expected[:2, length:], rtol=1e-4, atol=1e-5)
-
-
 def test_layers_without_packs_compute_as_the_base():
     base, model = both("llama")
+    alone = pack_model("llama", torch.float32, ENTRIES, layers=[0], options=AS_IF_IN_FRONT)
+    whole = logits(model, ASKED)
     with without_memories(model.model.layers, ["packs"]):
         assert torch.equal(logits(model, ASKED), logits(base, ASKED))
-    whole, alone = (
-        logits(model, ASKED),
-        pack_model("llama", torch.float32, ENTRIES, layers=[0], options=AS_IF_IN_FRONT),
-    )
     with without_memories(model.model.layers[1:], ["packs"]):
         torch.testing.assert_close(logits(model, ASKED), logits(alone, ASKED))
     assert torch.equal(logits(model, ASKED), whole)
 
 
 def test_texts_are_read_up_to_their_most_tokens():
-    cut = pack_model("llama", torch.float32, options={"max_tokens": 2}, entries=[Entry(("q",), "(3)")])
-    short = pack_model("llama", torch.float32, entries=[Entry(("q",), "(3")])
-    assert torch.equal(logits(cut, ASKED), logits(short, ASKED))
+    cut, short = (
+        {"options": {"max_tokens": 2}, "entries": [Entry(("q",), "(3)")]},
+        {"entries": [Entry(("q",), "(3")]},
+    )
+    assert torch.equal(*(logits(pack_model("llama", torch.float32, **made), ASKED) for made in (cut, short)))
 
 
 def stepped(model):
@@ -295,17 +265,10 @@ def test_open_pack_stays_until_another_name_comes():
                 read.append(model(part, **{CACHE: cache}).logits)
         return torch.cat(read, 1)
 
-    def keep(glossary):
-        pass
-
-    def remove(glossary):
-        glossary.remove("gold")
-
-    def add(glossary):
-        glossary.add("lead", lead.text)
-
+    keep, remove = lambda _: None, lambda glossary: glossary.remove("gold")
     # Also of a sequence that began when there was no entry.
-    torch.testing.assert_close(computed([], keep, keep, add), computed([lead], keep, keep, keep))
+    begun_without = computed([], keep, keep, lambda glossary: glossary.add("lead", lead.text))
+    torch.testing.assert_close(begun_without, computed([lead], keep, keep, keep))
     late, early = computed([*ENTRIES, lead], keep, keep, remove), computed([*ENTRIES, lead], keep, remove, keep)
     torch.testing.assert_close(late, early)
     whole, begun = computed([*ENTRIES, lead], keep, keep, keep), parts[0].shape[1] + parts[1].shape[1]
@@ -321,50 +284,40 @@ def test_entry_removed_during_a_pass_is_not_read(monkeypatch):
 
 def test_threads_read_while_another_changes_entries():
     base, model = both("llama")
-    of_q, of_gold = ids(" q: a"), ids("So gold is")
-    expected = model.generate(of_q, max_new_tokens=6, do_sample=False)
-    with_gold, without = logits(model, of_gold), logits(base, of_gold)
-    wrong, done = [], threading.Event()
+    of_q, of_gold, greedy = ids(" q: a"), ids("So gold is"), {"max_new_tokens": 6, "do_sample": False}
+    expected, right = model.generate(of_q, **greedy), [logits(each, of_gold) for each in (model, base)]
+    done = threading.Event()
 
     def reads():
-        try:
-            while not done.is_set():
-                wrong.extend(
-                    [1] * (not torch.equal(model.generate(of_q, max_new_tokens=6, do_sample=False), expected))
-                )
-                now = logits(model, of_gold)
-                wrong.extend([2] * (not (torch.equal(now, with_gold) or torch.equal(now, without))))
-        except Exception as error:
-            wrong.append(error)
+        while not done.is_set():
+            assert torch.equal(model.generate(of_q, **greedy), expected)
+            now = logits(model, of_gold)
+            assert any(torch.equal(now, each) for each in right)
 
-    threads = [threading.Thread(target=reads) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for number in range(100):
-        model.glossary.add(f"name {number}", "of gold")
-        model.glossary.remove("gold")
-        model.glossary.add(["gold", "Au"], ENTRIES[1].text)
-        model.glossary.remove(f"name {number}")
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(reads) for _ in range(2)]
+        for number in range(100):
+            model.glossary.add(f"name {number}", "of gold")
+            model.glossary.remove("gold")
+            model.glossary.add(["gold", "Au"], ENTRIES[1].text)
+            model.glossary.remove(f"name {number}")
+        done.set()
+    assert [reader.result() for reader in readers] == [None, None]
 
 
-def test_glossary_is_saved_loaded_and_copied_with_its_model(tmp_path):
+def test_glossary_is_saved_and_copied_with_its_model(tmp_path):
     _, model = both("llama")
     model.glossary.add("lead", "Grey.", exact=True)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert [*again.glossary] == [*ENTRIES, Entry(("lead",), "Grey.", True)]
-    copied = copy.deepcopy(again)
-    copied.glossary.remove("lead")
-    for text in ("So gold is", "So lead is"):
-        assert torch.equal(logits(again, ids(text)), logits(model, ids(text)))
-    assert len(again.glossary) == 3 and len(copied.glossary) == 2
+    copies = copy.deepcopy(again), pickle.loads(pickle.dumps(again))
+    again.glossary.remove("lead")
+    for copied in copies:
+        assert [*copied.glossary] == [*ENTRIES, Entry(("lead",), "Grey.", True)]
+        assert torch.equal(logits(copied, ids("So lead is")), logits(model, ids("So lead is")))
 
 
-def test_a_model_without_a_glossary_says_so(tmp_path, monkeypatch):
+def test_model_without_a_glossary_says_so(tmp_path, monkeypatch):
     for model in (upscaled_model("llama"), pack_model("llama", torch.float32)):
         if "packs" in model.model.services:
             model.model.services["packs"].glossary = None
@@ -373,7 +326,7 @@ def test_a_model_without_a_glossary_says_so(tmp_path, monkeypatch):
     base = tiny_model("llama")
     assert torch.equal(logits(model, prompt()), logits(base, prompt()))
     monkeypatch.setattr("midus_hf.memories.hosting.service.folder_of_checkpoint", lambda *_: None)
-    with pytest.raises(ValueError, match="the glossary of this model is not at hand, without which no name would be"):
+    with pytest.raises(ValueError, match="the glossary of this model is not at hand"):
         model.model.services["packs"].after_loading("org/model", {})
 
 
@@ -384,25 +337,20 @@ def test_model_made_without_a_folder_warns_once(tmp_path, recwarn):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16", device_map="cpu")
     copies = [copy.deepcopy(loaded), pickle.loads(pickle.dumps(again))]
-    with torch.device("meta"):
-        AutoModelForCausalLM.from_config(model.config)
-    with init_empty_weights():
-        AutoModelForCausalLM.from_config(model.config)
+    for empty in (torch.device("meta"), init_empty_weights()):
+        with empty:
+            AutoModelForCausalLM.from_config(model.config)
     assert all(len(each.glossary) == 2 for each in copies)
     assert not [each for each in recwarn if "glossary" in str(each.message)]
-    state, message = (
-        model.state_dict(),
-        "this model has packs and is made without a folder, so that it has no glossary and",
-    )
+    state, config = model.state_dict(), model.config
     for make in (
-        lambda: AutoModelForCausalLM.from_config(model.config),
-        lambda: AutoModel.from_config(model.config),
-        lambda: type(model)(model.config),
-        lambda: type(model).from_pretrained(None, config=model.config, state_dict=state),
+        lambda: AutoModelForCausalLM.from_config(config),
+        lambda: AutoModel.from_config(config),
+        lambda: type(model)(config),
+        lambda: type(model).from_pretrained(None, config=config, state_dict=state),
     ):
-        with pytest.warns(UserWarning, match=message) as caught:
-            made = make()
-            made.eval()(ids("gold"))
+        with pytest.warns(UserWarning, match="this model has packs and is made without a folder") as caught:
+            make().eval()(ids("gold"))
         assert len([each for each in caught if "glossary" in str(each.message)]) == 1
 
 
@@ -414,7 +362,6 @@ def test_parameters_that_processes_share_are_refused():
 
 
 def test_two_memories_of_packs_are_refused():
-    with pytest.raises(ValueError, match="'packs', 'packs-2' are packs; expected one, whose glossary has all entries"):
-        host_of(
-            tiny_model("llama"), {"type": "packs", "layers": [0]}, {"type": "packs", "name": "packs-2", "layers": [1]}
-        )
+    entries = {"type": "packs", "layers": [0]}, {"type": "packs", "name": "packs-2", "layers": [1]}
+    with pytest.raises(ValueError, match="'packs', 'packs-2' are packs; expected one"):
+        host_of(tiny_model("llama"), *entries)

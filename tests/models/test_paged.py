@@ -71,19 +71,30 @@ PASSES = [
 ]
 
 
-@pytest.mark.parametrize("make", [with_engram, with_packs], ids=["engram", "packs"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parts_of_requests_are_computed_as_whole_ones(family, make, engine):
-    model, tokens = make(family), prompt()
-    expected = model.model(tokens, use_cache=False).last_hidden_state.detach()
-    stack = served(engine, model)
+each_memory = pytest.mark.parametrize("make", [with_engram, with_packs], ids=["engram", "packs"])
+
+
+def whole_passes(model, tokens):
+    return model.model(tokens, use_cache=False).last_hidden_state.detach()
+
+
+def in_parts(engine, stack, tokens, passes):
+    """The hidden states of two requests, whose parts are computed in these passes."""
     outputs = [[], []]
-    for parts in PASSES:
+    for parts in passes:
         output = run_pass(engine, stack, tokens, parts)
         for (row, *_), each in zip(parts, output.split([end - first for *_, first, end in parts]), strict=True):
             outputs[row].append(each)
-    torch.testing.assert_close(torch.stack([torch.cat(each) for each in outputs]), expected, rtol=1e-4, atol=1e-5)
-    reused = run_pass(engine, stack, tokens, [(0, [3, 9, 1, 0, 6, 10], 12, 24)])  # behind blocks of the first request
+    return torch.stack([torch.cat(each) for each in outputs])
+
+
+@each_memory
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_requests_are_computed_as_whole_ones(family, make, engine):
+    model, tokens = make(family), prompt()
+    expected, stack = whole_passes(model, tokens), served(engine, model)
+    torch.testing.assert_close(in_parts(engine, stack, tokens, PASSES), expected, rtol=1e-4, atol=1e-5)
+    reused = run_pass(engine, stack, tokens, [(0, [3, 9, 1, 0, 6, 10], 12, 24)])  # after blocks of the first request
     torch.testing.assert_close(reused, expected[0, 12:], rtol=1e-4, atol=1e-5)
 
 
@@ -93,97 +104,79 @@ def test_conversations_in_parts_are_computed_as_whole_ones(engine):
     model = pack_model("llama", torch.float32, tokenizer=tokenizer)
     texts = [f"(Q) Is it {first} or\n{second}\n(A) So; no\n(Q) Or{'?' * 48}\n(A) Y" for first, second in ("#@", "@#")]
     tokens = torch.tensor([tokenizer(text)["input_ids"] for text in texts])
-    expected = model.model(tokens, use_cache=False).last_hidden_state.detach()
-    stack, count = served(engine, model, tokenizer), tokens.shape[1]
-    outputs, blocks = [[], []], [[*range(1, 49, 2)], [*range(2, 50, 2)]]
-    bounds = [0, 11, 16, *range(count - 6, count), count]
-    for first, end in itertools.pairwise(bounds):
-        output = run_pass(engine, stack, tokens, [(0, blocks[0], first, end), (1, blocks[1], first, end)])
-        for row, each in enumerate(output.split(end - first)):
-            outputs[row].append(each)
-    torch.testing.assert_close(torch.stack([torch.cat(each) for each in outputs]), expected, rtol=1e-4, atol=1e-5)
-    stack.services["packs"].kept = KeptPacks()
-    again = run_pass(
-        engine, stack, tokens, [(0, blocks[0], count - 2, count)]
-    )  # packs are made anew from ids in slots
+    expected, stack, count = whole_passes(model, tokens), served(engine, model, tokenizer), tokens.shape[1]
+    blocks, bounds = [[*range(1, 49, 2)], [*range(2, 50, 2)]], [0, 11, 16, *range(count - 6, count), count]
+    passes = [[(row, blocks[row], *bound) for row in range(2)] for bound in itertools.pairwise(bounds)]
+    torch.testing.assert_close(in_parts(engine, stack, tokens, passes), expected, rtol=1e-4, atol=1e-5)
+    stack.services["packs"].kept = KeptPacks()  # packs are made anew from ids in slots
+    again = run_pass(engine, stack, tokens, [(0, blocks[0], count - 2, count)])
     torch.testing.assert_close(again, expected[0, -2:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [with_engram, with_packs], ids=["engram", "packs"])
+@each_memory
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_prefix_computed_in_the_same_pass_is_read(order, make, engine):
     model, tokens = make("llama"), prompt()[:1]
-    expected = model.model(tokens, use_cache=False).last_hidden_state.detach()[0]
-    stack = served(engine, model)
+    expected, stack = whole_passes(model, tokens)[0], served(engine, model)
     parts = [(0, FIRST, 0, 8), (0, [*FIRST[:2], *SECOND[2:]], 8, 20)]
     output = run_pass(engine, stack, tokens, [parts[number] for number in order])
-    whole = [output.split([8, 12][:: 1 if order == (0, 1) else -1])[order.index(number)] for number in (0, 1)]
-    torch.testing.assert_close(torch.cat(whole), expected[:20], rtol=1e-4, atol=1e-5)
+    first, second = output.split((8, 12)) if order == (0, 1) else output.split((12, 8))[::-1]
+    torch.testing.assert_close(torch.cat([first, second]), expected[:20], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 def test_tokens_without_an_open_pack_keep_the_bits_of_the_engine(engine):
-    tokens = torch.tensor([tiny_tokenizer()("it is so; |")["input_ids"], tiny_tokenizer()("it # is so;")["input_ids"]])
-    outputs = []
+    tokenizer, outputs = tiny_tokenizer(), []
+    tokens = torch.tensor([tokenizer(text)["input_ids"] for text in ("it is so; |", "it # is so;")])
+    count, name = tokens.shape[1], tokens[1].tolist().index(tokenizer.convert_tokens_to_ids("#"))
     for model in (with_packs("llama"), host_of(tiny_model("llama", torch.float32))):
-        stack = served(engine, model)
-        count = tokens.shape[1]
-        outputs.append(run_pass(engine, stack, tokens, [(0, FIRST, 0, count), (1, SECOND, 0, count)]).split(count))
-    name = tokens[1].tolist().index(tiny_tokenizer().convert_tokens_to_ids("#"))
+        parts = [(0, FIRST, 0, count), (1, SECOND, 0, count)]
+        outputs.append(run_pass(engine, served(engine, model), tokens, parts).split(count))
     (plain, named), (of_base, named_of_base) = outputs
     assert torch.equal(plain, of_base) and torch.equal(named[:name], named_of_base[:name])
     assert not torch.equal(named[name], named_of_base[name])
 
 
-def refusal_of(engine, model):
-    """What the stack of a model says that vLLM makes of its config."""
+def refuse(engine, model, message):
+    """Check what the stack of a model says that vLLM makes of its config."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "vllm"
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=message):
         AutoModel.from_config(config)
-    return str(raised.value)
 
 
-def test_what_packs_do_not_read_is_refused(engine):
-    assert "caps scores of attention" in refusal_of(engine, with_packs("gemma2"))
+def test_packs_refuse_what_they_do_not_read(engine):
+    refuse(engine, with_packs("gemma2"), "caps scores of attention")
     engine.config.cache_config.cache_dtype = "fp8_e5m2"
-    said = refusal_of(engine, with_packs("llama"))
-    assert said.startswith("--kv-cache-dtype is fp8_e5m2") and said.endswith("or float32. Leave the option out.")
+    refuse(engine, with_packs("llama"), r"^--kv-cache-dtype is fp8_e5m2.*or float32. Leave the option out\.$")
     engine.config.lora_config = object()
-    assert "--enable-lora changes keys and values by request" in refusal_of(engine, with_packs("llama"))
+    refuse(engine, with_packs("llama"), "--enable-lora changes keys and values by request")
     entries = {"site": "beside-ffn", **ENGRAM}, {"type": "packs", "layers": [0, 1, 2, 3]}
-    both = host_of(tiny_model("llama", torch.float32), *entries)
-    assert "'ngram', which would take texts of entries for requests; expected one of the two" in refusal_of(
-        engine, both
+    refuse(
+        engine, host_of(tiny_model("llama"), *entries), "'ngram', which would take texts of .*expected one of the two"
     )
 
 
 def test_attention_sinks_are_refused_when_the_glossary_is_opened(engine, tmp_path):
-    with_packs("llama").save_pretrained(tmp_path)
     model = with_packs("llama")
+    model.save_pretrained(tmp_path)
     stack = served(engine, model)
-    stack.services["packs"].glossary = None
-    stack.services["packs"].settings = SimpleNamespace(model=str(tmp_path), revision=None, trust_remote_code=False)
+    service, parts = stack.services["packs"], [(0, FIRST, 0, 4)]
+    service.glossary = None
+    service.settings = SimpleNamespace(model=str(tmp_path), revision=None, trust_remote_code=False)
     engine.layers["layers.1"].has_sink = True
-    with pytest.raises(
-        ValueError, match=r"attention sinks, .*; expected a model without. Serve it with `transformers serve`"
-    ):
-        run_pass(engine, stack, prompt(), [(0, FIRST, 0, 4)])
+    with pytest.raises(ValueError, match=r"attention sinks, .* Serve it with `transformers serve`"):
+        run_pass(engine, stack, prompt(), parts)
     engine.layers["layers.1"].has_sink = False
-    run_pass(engine, stack, prompt(), [(0, FIRST, 0, 4)])
-    assert len(stack.services["packs"].glossary) == len(ENTRIES)
+    run_pass(engine, stack, prompt(), parts)
+    assert len(service.glossary) == len(ENTRIES)
 
 
-def test_a_cache_that_holds_no_single_numbers_is_refused(monkeypatch):
+def test_cache_that_holds_no_single_numbers_is_refused(monkeypatch):
     monkeypatch.setattr(vllm, "version", lambda name: "0.32.0")
-    attention = Attention("first")
+    attention, write = Attention("first"), Attention.write
     CachedHeads(attention)
-
-    def halved(layer, key, value, cache, slots):
-        Attention.write(layer, key // 2, value, cache, slots)
-
-    attention.impl.do_kv_cache_update = halved
-    with pytest.raises(
-        ValueError, match=r"CPU_ATTN does not hold keys .*vLLM 0.32.0, torch.float32.*; expected one that does. Pass"
-    ):
+    attention.impl.do_kv_cache_update = lambda layer, key, *rest: write(layer, key // 2, *rest)
+    message = r"CPU_ATTN does not hold keys .*vLLM 0.32.0, torch.float32.*; expected one that does"
+    with pytest.raises(ValueError, match=message):
         CachedHeads(attention)

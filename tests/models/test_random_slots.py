@@ -1,5 +1,7 @@
 """Models whose memories draw what they read: checkpointed, compiled, generated with, and twice the same from one seed."""
 
+import itertools
+
 import pytest
 import torch
 from models.gradients import enable_checkpointing, loss_and_gradients
@@ -11,20 +13,15 @@ from tiny import logits, prompt
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.module import MemoryModule
 
-
-def inserted(memory_type):
-    return lambda family, **options: upscaled_model(
-        family, memory_type=memory_type, memory_options={"addressing": "random", **options}
-    )
+KINDS = ("midus-hml", "midus-pkm", "midus-linear", "ultramem", "chapters")
 
 
-MODELS = {
-    "midus-hml": inserted("midus-hml"),
-    "midus-pkm": inserted("midus-pkm"),
-    "linear": inserted("midus-linear"),
-    "ultramem": lambda family, **options: ultramem_model(family, dtype=torch.float32, addressing="random", **options),
-    "chapters": lambda family, **options: chapter_model(family, dtype=torch.float32, addressing="random", **options),
-}
+def model_of(kind, family="llama", **options):
+    """Return a model whose memories of one kind draw what they read."""
+    attached = {"ultramem": ultramem_model, "chapters": chapter_model}
+    if kind in attached:
+        return attached[kind](family, dtype=torch.float32, addressing="random", **options)
+    return upscaled_model(family, memory_type=kind, memory_options={"addressing": "random", **options})
 
 
 def seeded(call, *arguments, seed=0):
@@ -34,14 +31,12 @@ def seeded(call, *arguments, seed=0):
 
 
 # Routers with losses refuse reentrant checkpointing, random or not.
-CHECKPOINTED = [
-    (kind, reentrant) for kind in MODELS for reentrant in (False, True) if (kind, reentrant) != ("chapters", True)
-]
+CHECKPOINTED = [*itertools.product(KINDS, (False, True))][:-1]
 
 
 @pytest.mark.parametrize(("kind", "use_reentrant"), CHECKPOINTED)
 def test_checkpointed_layer_reads_the_same_slots_again(kind, family, use_reentrant):
-    model = MODELS[kind](family).train()
+    model = model_of(kind, family).train()
     loss, gradients = seeded(loss_and_gradients, model, prompt())
     enable_checkpointing(model, use_reentrant)
     checkpointed_loss, checkpointed = seeded(loss_and_gradients, model, prompt())
@@ -50,9 +45,9 @@ def test_checkpointed_layer_reads_the_same_slots_again(kind, family, use_reentra
     assert not torch.equal(seeded(loss_and_gradients, model, prompt(), seed=1)[0], loss)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_generation_depends_on_the_seed_alone(kind, family):
-    model = MODELS[kind](family)
+    model = model_of(kind, family)
     written = [seeded(lambda: model.generate(prompt(8), max_new_tokens=6, do_sample=False)) for _ in range(2)]
     assert written[0].shape == (2, 14) and torch.equal(*written)
     plain = seeded(logits, model)
@@ -64,19 +59,17 @@ def test_generation_depends_on_the_seed_alone(kind, family):
 def test_batch_norm_learns_statistics_of_content_queries():
     statistics = []
     for addressing in ("content", "random"):
-        model = upscaled_model(
-            "llama", memory_type="midus-pkm", new_layers=(1,), memory_options={"addressing": addressing}
-        ).train()
+        model = model_of("midus-pkm", addressing=addressing).train()
         model(prompt(), use_cache=False)
         statistics.append(model.model.layers[1].memory.query_mean.clone())
     assert torch.equal(*statistics) and statistics[0].any()
 
 
-@pytest.mark.parametrize("kind", by_default(["midus-hml", "ultramem", "chapters"], MODELS, fewest=["midus-hml"]))
-def test_a_memory_is_one_graph(kind):
+@pytest.mark.parametrize("kind", by_default(["midus-hml", "ultramem", "chapters"], KINDS, fewest=["midus-hml"]))
+def test_memory_is_one_graph(kind):
     torch._dynamo.reset()
     own_tables = {"share": "none"} if kind == "chapters" else {}
-    model, results = MODELS[kind]("llama", **own_tables).train(), []
+    model, results = model_of(kind, **own_tables).train(), []
     memory = next(module for module in model.modules() if isinstance(module, MemoryModule))
     states = torch.randn(2, 9, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
     for forward in (memory, torch.compile(memory, fullgraph=True, backend="aot_eager")):

@@ -58,24 +58,25 @@ def test_loss_adds_the_mean_of_each_memory_s_routers(native_family):
     assert output.loss.item() == pytest.approx(cross_entropy(output.logits, labels) + added, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("training", "summary", "in_config", "adds", "gives"),
-    [
-        (True, None, None, True, False),
-        (True, True, None, True, True),
-        (True, False, None, False, False),
-        (True, None, True, True, True),
-        (True, None, False, False, False),
-        (True, True, False, True, True),
-        (True, False, True, False, False),
-        (False, None, None, False, False),
-        (False, True, None, True, True),
-        (False, None, True, True, True),
-        (False, False, True, False, False),
-    ],
-)  # fmt: skip
+# Whether the model trains, what a pass asks for and what the config says, and whether losses are added and given.
+WHEN = [
+    (True, None, None, True, False),
+    (True, True, None, True, True),
+    (True, False, None, False, False),
+    (True, None, True, True, True),
+    (True, None, False, False, False),
+    (True, True, False, True, True),
+    (True, False, True, False, False),
+    (False, None, None, False, False),
+    (False, True, None, True, True),
+    (False, None, True, True, True),
+    (False, False, True, False, False),
+]
+
+
+@pytest.mark.parametrize(("training", "summary", "in_config", "adds", "gives"), WHEN)
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
-def test_when_they_are_added_and_given(training, summary, in_config, adds, gives, grad):
+def test_router_losses_are_added_and_given_when_asked(training, summary, in_config, adds, gives, grad):
     model, labels = model_with().train(training), labels_of(prompt(TOKENS))
     if in_config is not None:
         model.config.output_router_logits = in_config
@@ -91,12 +92,10 @@ def test_when_they_are_added_and_given(training, summary, in_config, adds, gives
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_tuple_has_the_loss_first_and_logits_behind_it(training):
-    model, labels = model_with().train(training), labels_of(prompt(TOKENS))
-    named = model(prompt(TOKENS), labels=labels, use_cache=False)
-    in_order = model(prompt(TOKENS), labels=labels, use_cache=False, return_dict=False)
-    assert isinstance(in_order, tuple)
-    assert torch.equal(in_order[0], named.loss)
+def test_tuple_has_the_loss_first_and_logits_after_it(training):
+    model, given = model_with().train(training), {"labels": labels_of(prompt(TOKENS)), "use_cache": False}
+    named, in_order = model(prompt(TOKENS), **given), model(prompt(TOKENS), **given, return_dict=False)
+    assert isinstance(in_order, tuple) and torch.equal(in_order[0], named.loss)
     assert any(torch.equal(value, named.logits) for value in in_order[1:] if isinstance(value, torch.Tensor))
 
 
@@ -119,7 +118,7 @@ def test_router_losses_are_shared_by_tokens_of_a_step():
         assert output.loss.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_model_without_routers_takes_no_such_option_further():
+def test_model_without_routers_takes_no_such_option_further():
     model = upscaled_model("llama")
     output = model(prompt(TOKENS), labels=prompt(TOKENS), output_router_logits=True)
     assert output.loss.item() == pytest.approx(cross_entropy(output.logits, prompt(TOKENS)), rel=1e-5)
@@ -133,7 +132,7 @@ def test_trainer_keeps_router_columns_and_no_router_outputs():
     assert {*model.config.keys_to_ignore_at_inference} == {CACHE, "router_logits", "aux_loss"}
 
 
-def test_a_pass_that_trains_without_labels_says_what_is_missing():
+def test_training_without_labels_warns_of_router_losses():
     model = model_with().train()
     with pytest.warns(UserWarning, match="has no labels, so the losses of its routers are not added"):
         plain = model(prompt(TOKENS))

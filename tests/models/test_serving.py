@@ -1,6 +1,6 @@
 """What Transformers serves: models by the manager of `transformers serve`, texts of pipelines, and requests in one row."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from models.cases import CASES
 from models.memory_models import chapter_model
 from models.upscaled import upscaled_model
 from pairs import by_default, in_turn
-from tiny import WINDOW, prompt, save_tiny_tokenizer, tiny_model
+from tiny import WINDOW, logits, save_tiny_tokenizer, tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
 from transformers.cli.serving import model_manager
 from transformers.pipelines import base
@@ -23,49 +23,39 @@ from upscalers.runs.upscale import upscale
 
 
 @pytest.fixture
-def manager() -> Iterator[model_manager.ModelManager]:
-    """What `transformers serve --device cpu` loads models with."""
+def serve() -> Iterator[Callable[[Path], Any]]:
+    """Load a model as `transformers serve --device cpu` does."""
     manager = model_manager.ModelManager(device="cpu")
-    yield manager
+    yield lambda folder: manager.load_model_and_processor(manager.process_model_name(str(folder)))[0]
     manager.shutdown()
 
 
-@pytest.fixture
-def save(tmp_path):
+def saved(family: str, folder: Path) -> Any:
     """Save a tiny model with memory that acts, and a tokenizer."""
-
-    def saved(family: str):
-        model = upscaled_model(family).eval()
-        model.save_pretrained(tmp_path)
-        save_tiny_tokenizer(tmp_path)
-        return model
-
-    return saved
+    model = upscaled_model(family)
+    model.save_pretrained(folder)
+    save_tiny_tokenizer(folder)
+    return model
 
 
-def served(manager: model_manager.ModelManager, folder: Path):
-    return manager.load_model_and_processor(manager.process_model_name(str(folder)))[0]
-
-
-def test_the_server_finds_the_classes_of_every_family(native_family, manager, save, tmp_path):
-    model = save(native_family)
-    result = served(manager, tmp_path)
+def test_server_finds_the_classes_of_every_family(native_family, serve, tmp_path):
+    model = saved(native_family, tmp_path)
+    result = serve(tmp_path)
     assert type(result) is type(model) and type(result) in FAMILIES.values()
-    with torch.no_grad():
-        assert torch.equal(result(prompt()).logits, model(prompt()).logits)
+    assert torch.equal(logits(result), logits(model))
 
 
-def test_the_server_finds_a_composite_model(manager, tmp_path):
+def test_server_finds_a_composite_model(serve, tmp_path):
     composite_model("llava").save_pretrained(tmp_path / "base")
     upscale(base=tmp_path / "base", method="midus-hml", output=tmp_path / "upscaled", options={"n": 8, "k": 3})
     save_tiny_tokenizer(tmp_path / "upscaled")
-    assert type(served(manager, tmp_path / "upscaled")) is COMPOSITE_FAMILIES["llava"]
+    assert type(serve(tmp_path / "upscaled")) is COMPOSITE_FAMILIES["llava"]
 
 
-def test_a_pipeline_continues_a_text_as_generate_does(family, save, tmp_path, monkeypatch):
+def test_pipeline_continues_a_text_as_generate_does(family, tmp_path, monkeypatch):
     printed: list[str] = []
     monkeypatch.setattr(base.logger, "error", printed.append)  # of a class that the pipeline does not know
-    model, greedy = save(family), {"max_new_tokens": 6, "do_sample": False}
+    model, greedy = saved(family, tmp_path), {"max_new_tokens": 6, "do_sample": False}
     texts = ["word5 word9", "word7 word11 word20"]
     generator = pipeline("text-generation", model=str(tmp_path), device="cpu")
     assert type(generator.model) is type(model) and not printed
@@ -81,10 +71,9 @@ LENGTHS = (5, 2 * WINDOW, 9, 3 * WINDOW)
 # Small: by default the cache takes most of the machine's memory.
 SMALL = {"num_blocks": 16, "max_batch_tokens": 64}
 USUAL = ["midus-hml", "midus-pkm", "linear", "token behind layers", "ultramem own", "ultramem skip", "all fetched"]
-LOOK_AT_ONE_TOKEN = [
-    name for name in CASES if name not in ("chunk", "ngram", "ngram behind layers") and not name.startswith("depth")
-]
 READ_THE_DEPTH = [name for name in CASES if name.startswith("depth")]
+LOOK_BACK = ("chunk", "ngram", "ngram behind layers", *READ_THE_DEPTH)
+LOOK_AT_ONE_TOKEN = [name for name in CASES if name not in LOOK_BACK]
 # From this version on, continuous batching runs attention "sdpa" as any pass does.
 SDPA_IS_ITSELF = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
@@ -136,36 +125,23 @@ def test_depth_needs_attention_with_a_log_sum_exp(case, tmp_path):
     if SDPA_IS_ITSELF:
         assert in_one_row(model) == expected
     for attention in ("eager",) if SDPA_IS_ITSELF else ("sdpa", "eager"):
-        with pytest.raises(
-            ValueError, match=rf"'paged\|{attention}' exposes no log-sum-exp, .*; expected `generate`, or"
-        ):
+        message = rf"'paged\|{attention}' exposes no log-sum-exp, .*; expected `generate`, or"
+        with pytest.raises(ValueError, match=message):
             in_one_row(with_attention(model, attention))
 
 
 REFUSED = {
-    "a state by chunk": (
-        lambda _: chapter_model(routing="chunk"),
-        {},
-        "keeps nothing for the memory 'chapters', .* `generate`",
-    ),
-    "a state by sequence": (
-        lambda _: chapter_model(routing="sequence"),
-        {},
-        "memory 'chapters', .* expected `generate`, or",
-    ),
-} | {
-    name: (
-        lambda folder: CASES["hier-ffn"].model("llama", folder),
-        {name: CASES["hier-ffn"].given(len(LENGTHS))["memory_ids"]},
-        f"{name} is given, .* would read the same blocks; expected `generate`, or none",
-    )
-    for name in ("memory_ids", "memory_blocks")
+    **dict.fromkeys(("chunk", "sequence"), "keeps nothing for the memory 'chapters', .* expected `generate`, or"),
+    **dict.fromkeys(("memory_ids", "memory_blocks"), "is given, .* the same blocks; expected `generate`, or none"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_requests_in_one_row_are_refused_with(case, tmp_path):
-    make, arguments, message = REFUSED[case]
-    model = make(tmp_path)
+@pytest.mark.parametrize(("given", "message"), REFUSED.items())
+def test_requests_in_one_row_are_refused_with(given, message, tmp_path):
+    if given in ("chunk", "sequence"):
+        model, arguments = chapter_model(routing=given), {}
+    else:
+        model = CASES["hier-ffn"].model("llama", tmp_path)
+        arguments, message = {given: CASES["hier-ffn"].given(len(LENGTHS))["memory_ids"]}, f"{given} {message}"
     with pytest.raises(ValueError, match=message):
         in_one_row(model, **arguments)

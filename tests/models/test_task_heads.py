@@ -1,5 +1,7 @@
 """Classifiers, reward models and finders of answers over stacks that host memory, with and without the package."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -44,31 +46,26 @@ def kinds_of(family):
 def head_of(kind, model, **settings):
     """Return a random head with the stack of a language model."""
     set_seed(5)
-    config = model.config.__class__.from_dict(
-        {**model.config.to_dict(), "num_labels": 3, "pad_token_id": 0, **settings}
-    )
+    config = type(model.config).from_dict({**model.config.to_dict(), "num_labels": 3, "pad_token_id": 0, **settings})
     head = getattr(transformers, f"AutoModel{kind}").from_config(config).to(model.dtype).eval()
     head.model.load_state_dict(model.model.state_dict())
     return head
 
 
 @pytest.mark.parametrize(("case", "kind"), chosen_in_turn(KINDS))
-def test_task_head_reads_the_stack_with_memory_inputs(case, kind, tmp_path):
-    causal = CASES[case].model("llama", tmp_path)
-    head, tokens = head_of(kind, causal), prompt()
+def test_task_head_reads_the_stack_with_memory_inputs(case, kind, shared_model):
+    causal, given, mask = shared_model(case), CASES[case].given(), torch.ones_like(prompt())
+    head = head_of(kind, causal)
     for key, service in causal.model.services.items():
-        if hasattr(service, "banks"):
-            head.model.services[key].banks = service.banks
-        if hasattr(service, "glossary"):
-            head.model.services[key].glossary = service.glossary
-    given, mask = CASES[case].given(), torch.ones_like(tokens)
+        for name in {"banks", "glossary"} & {*dir(service)}:
+            setattr(head.model.services[key], name, getattr(service, name))
     mask[0, :5] = 0
     with torch.no_grad():
-        hidden = causal.model(tokens, attention_mask=mask, **given).last_hidden_state
+        hidden = causal.model(prompt(), attention_mask=mask, **given).last_hidden_state
         expected = (head.qa_outputs if kind == "ForQuestionAnswering" else head.score)(hidden)
     if kind == "ForSequenceClassification":
         expected = expected[:, -1]
-    assert torch.equal(logits_of(head, tokens, attention_mask=mask, **given), expected)
+    assert torch.equal(logits_of(head, prompt(), attention_mask=mask, **given), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,24 +74,16 @@ def test_task_head_without_memories_is_the_base_s(native_family, kind):
         pytest.skip("Transformers has no such head of the family")
     config, auto = tiny_model(native_family).config, getattr(transformers, f"AutoModel{kind}")
     set_seed(3)
-    base = auto.from_config(config).eval()
-    head = auto.from_config(host_config(config, [])).eval()
-    weights = {name.replace("transformer.", "model.", 1): tensor for name, tensor in base.state_dict().items()}
-    head.load_state_dict(weights)
+    base, head = (auto.from_config(each).eval() for each in (config, host_config(config, [])))
+    head.load_state_dict({name.replace("transformer.", "model.", 1): each for name, each in base.state_dict().items()})
     assert torch.equal(logits_of(head, prompt()), logits_of(base, prompt()))
-    assert type(head).__name__ in getattr(modeling_auto, f"{_TABLES[kind]}_NAMES").values()
+    table = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.removeprefix("For")).upper()
+    assert type(head).__name__ in getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values()
     assert modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(head.config.model_type) != type(head).__name__
 
 
-_TABLES = {
-    "ForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-    "ForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
-    "ForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
-}
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_losses_of_routers_join_the_loss_in_training(kind):
+def test_losses_of_routers_join_the_loss_in_training(kind):
     causal = chapter_model(routing="chunk")
     head, tokens = head_of(kind, causal, classifier_dropout=0.0), prompt()
     plain = head(tokens, **LABELS[kind])

@@ -1,6 +1,4 @@
-"""Training with memories that act: checkpointing, frozen bases, several passes, compilation and autocast."""
-
-import itertools
+"""Laws of gradients: checkpointing, frozen bases, several passes, padding and autocast, over one table (cases.py)."""
 
 import pytest
 import torch
@@ -13,14 +11,13 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from midus_hf.memories.hierarchical.training import train_blocks
 
-each_case = pytest.mark.parametrize("case", chosen())
 # How far sums in another order may be apart, by norms.
 RELATIVE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
-def trained(case, family, folder, dtype=None, **how):
+def trained(case, family, folder, dtype=None):
     """Return a model in training mode, whose blocks train too."""
-    model = CASES[case].model(family, folder, dtype, **how).train()
+    model = CASES[case].model(family, folder, dtype).train()
     if model.banks is not None:
         train_blocks(model.banks)
     return model
@@ -53,9 +50,8 @@ def test_checkpointing_changes_no_loss_and_no_gradient(native_family, case, use_
     freezes = [False] if use_reentrant or not new else [False, True]
     expected = [learnt(frozen) for frozen in freezes]
     assert {name for name in expected[0][1] if isinstance(name, str)} == {name for name, _ in model.named_parameters()}
-    assert len(expected[0][1]) == len(list(model.parameters())) + 4 * CASES[case].fetches, (
-        "of the blocks that were fetched"
-    )
+    of_blocks = 4 * CASES[case].fetches  # those that were fetched
+    assert len(expected[0][1]) == len(list(model.parameters())) + of_blocks
     for _, gradients in expected[1:]:
         assert {name for name in gradients if isinstance(name, str)} == new
     assert all(gradients[name].any() for _, gradients in expected for name in new)
@@ -91,9 +87,8 @@ def test_two_passes_before_one_backward_add_gradients(native_family, case, check
     if checkpointing:
         enable_checkpointing(model, False)
     model.zero_grad()
-    sum(
-        model(tokens, use_cache=False, **of_pass).loss for tokens, of_pass in zip(batches, arguments, strict=True)
-    ).backward()
+    both = zip(batches, arguments, strict=True)
+    sum(model(tokens, use_cache=False, **of_pass).loss for tokens, of_pass in both).backward()
     expected = {name: sum(actual[name] for actual in apart if name in actual) for name in apart[0] | apart[1]}
     check_close(gradients_of(model), expected, RELATIVE[CASES[case].dtype])
 
@@ -129,45 +124,6 @@ def test_padding_changes_no_gradient(native_family, case, attention, tmp_path):
         check_close(gradients_of(model), expected, 1e-4)
 
 
-# Passes without gradients are in test_compile.py; memories alone, which AOTAutograd traces too, in test_random_slots.py.
-COMPILED = [("llama", "chunk", "eager"), ("llama", "all fetched", "eager"), ("llama", "depth default", "aot_eager")]
-# With the oldest versions, which generate with fewer graphs.
-ALSO_COMPILED = [*COMPILED, ("llama", "ultramem skip", "eager")]
-COMPILED_CASES = ["midus-hml", "midus-pkm", "chunk", "all fetched", "hier-kv"]
-COMPILED_CASES += ["ultramem heads", "ultramem skip", "depth default", "depth reused"]
-ALL_COMPILED = itertools.product(("llama", "gemma3"), COMPILED_CASES, ("eager", "aot_eager"))
-
-
-def trained_to_compile(case, name, folder):
-    torch._dynamo.reset()
-    model = trained(case, name, folder, torch.float32, small=True)
-    model.set_attn_implementation("eager")  # whose graph adds in the order that it does
-    return model
-
-
-@pytest.mark.parametrize(("name", "case", "backend"), by_default(COMPILED, ALL_COMPILED, fewest=ALSO_COMPILED))
-def test_training_compiles_as_one_graph(name, case, backend, tmp_path):
-    model, tokens = trained_to_compile(case, name, tmp_path), prompt(9)
-    arguments = CASES[case].of_training(tokens)
-    loss, expected = loss_and_gradients(model, tokens, **arguments)
-    if CASES[case].fetches:  # what is fetched within a pass is no part of a graph
-        arguments = {"labels": tokens, "memory_blocks": model.fetch_memory(arguments["memory_ids"])}
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    found_loss, actual = loss_and_gradients(model, tokens, compiled, **arguments)
-    torch.testing.assert_close(found_loss, loss, **({"rtol": 0, "atol": 0} if case in INSERTED else {}))
-    check_close(actual, expected, 0 if case in INSERTED else 1e-4)
-    torch._dynamo.reset()
-
-
-def test_a_graph_reads_the_blocks_that_each_pass_is_given(tmp_path):
-    model, tokens = trained_to_compile("all fetched", "llama", tmp_path).eval(), prompt(9)
-    compiled, ids = torch.compile(model, fullgraph=True, backend="eager"), CASES["all fetched"].given()["memory_ids"]
-    for blocks in (model.fetch_memory(each) for each in (ids, ids.flip(0))):
-        expected = logits(model, tokens, memory_blocks=blocks)
-        torch.testing.assert_close(logits(compiled, tokens, memory_blocks=blocks), expected)
-    torch._dynamo.reset()
-
-
 # Another rounding lets routers choose other chapters.
 @pytest.mark.parametrize("case", chosen(name for name in CASES if name not in CHAPTERS))
 def test_autocast_keeps_gradients_and_identity(native_family, case, tmp_path):
@@ -181,10 +137,20 @@ def test_autocast_keeps_gradients_and_identity(native_family, case, tmp_path):
     for name, gradient in gradients_of(model).items():
         assert gradient.dtype == torch.float32 and gradient.isfinite().all(), name
         if case.startswith("depth"):  # others choose slots, and may choose others
-            assert torch.nn.functional.cosine_similarity(gradient.flatten(), expected[name].flatten(), dim=0) > 0.9, (
-                name
-            )
+            alike = torch.cosine_similarity(gradient.flatten(), expected[name].flatten(), dim=0)
+            assert alike > 0.9, name
     if CASES[case].is_base_at_first:
         still = CASES[case].model(native_family, tmp_path / "still", torch.float32, acting=False)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(logits(still, tokens, **CASES[case].given()), logits(tiny_model(native_family), tokens))
+
+
+@pytest.mark.parametrize("case", INSERTED)
+def test_inserted_memory_learns_first_by_its_values(native_family, case):
+    base, model = tiny_model(native_family), CASES[case].model(native_family, None, acting=False)
+    (entry,) = model.config.memories().entries
+    learn = {name for name, gradient in loss_and_gradients(model.train(), prompt())[1].items() if gradient.any()}
+    values = {f"model.layers.{layer}.memory.value_bank" for layer in entry.layers}
+    assert {name for name in learn if name.startswith(tuple(f"model.layers.{at}." for at in entry.layers))} == values
+    torch.optim.SGD([model.get_parameter(name) for name in values], lr=1.0).step()
+    assert not torch.equal(logits(model.eval(), prompt()), logits(base, prompt()))

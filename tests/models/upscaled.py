@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from models.hosting import host_config
-from tiny import NUM_LAYERS, tiny_model
+from tiny import tiny_model
 from transformers import PreTrainedModel
 
 from midus_hf.memories.module import MemoryModule
@@ -21,17 +21,11 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-def donors(new_layers: tuple[int, ...], base_layers: int = NUM_LAYERS) -> list[tuple[int, bool]]:
-    """For each layer of the upscaled model: the base layer it takes tensors from, and whether it is a new block.
-
-    A block takes its attention from the next base layer, or from the last one where there is no next.
-    """
-    rows, next_base = [], 0
-    for layer in range(base_layers + len(new_layers)):
-        is_new = layer in new_layers
-        rows.append((min(next_base, base_layers - 1), is_new))
-        next_base += not is_new
-    return rows
+def donors(new_layers: tuple[int, ...], base_layers: int) -> list[tuple[int, bool]]:
+    """For each layer: the base layer it takes tensors from, which is the next one (or the last) for a block, and if it is one."""
+    layers = range(base_layers + len(new_layers))
+    before = [sum(each not in new_layers for each in range(layer)) for layer in layers]
+    return [(min(base, base_layers - 1), layer in new_layers) for layer, base in zip(layers, before, strict=True)]
 
 
 def memory_config(

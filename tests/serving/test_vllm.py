@@ -131,23 +131,19 @@ def test_packs_are_read_behind_names_and_nowhere_else(enforce_eager, bases, tmp_
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        (
-            "moc",
-            {"memory_tokens": 24, "chapters": 12, "k": 2},
-            "keeps nothing for the memory 'chapters', which reads",
-        ),
+        ("moc", {"memory_tokens": 24, "chapters": 12, "k": 2}, "keeps nothing for the memory 'chapters', which reads"),
         ("moda", {}, "exposes no log-sum-exp, which this memory needs"),
         ("engram", {"rows": 97}, r"expected midus-hf installed beside vLLM \(for engram and packs\)"),
     ],
 )
-def test_a_memory_that_looks_back_is_refused_by_name(method, options, message, bases, tmp_path):
+def test_memory_that_looks_back_is_refused_by_name(method, options, message, bases, tmp_path):
     folder = tmp_path / "model"
     upscale(base=bases("qwen3"), method=method, options=options, output=folder, verify=False)
     with pytest.raises(EngineFailed, match=message):
         generate(Path(PYTHON), folder, [[3, 4, 5]], 2, tmp_path)
 
 
-def test_an_option_that_hides_tokens_is_refused(bases, tmp_path):
+def test_option_that_hides_tokens_is_refused(bases, tmp_path):
     folder = tmp_path / "model"
     upscale(base=bases("qwen3"), method="engram", options={"rows": 97}, output=folder, verify=False)
     with pytest.raises(
@@ -180,12 +176,7 @@ def test_vllm_serve_answers_requests(method, bases, tmp_path):
         tempfile.TemporaryDirectory(prefix="vllm-") as environment["VLLM_RPC_BASE_PATH"],
         answering(command, tmp_path / "server.log", cwd=tmp_path, env=environment) as address,
     ):
-        request = {
-            "prompt": prompt,
-            "max_tokens": 16,
-            "logprobs": 1,
-            "return_token_ids": True,
-        }
+        request = {"prompt": prompt, "max_tokens": 16, "logprobs": 1, "return_token_ids": True}
         choice = choice_of(address, "completions", model=str(folder), **request)
     counts = agreement(load(folder), [choice["prompt_token_ids"]], [choice["token_ids"]])
     assert counts.tokens == 16 and counts.different == 0

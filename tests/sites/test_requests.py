@@ -40,7 +40,7 @@ WRONG_LAYERS = [[1, 4], [-1], [2, 1], [1, 1], [], [True], [1.0], "none", None, 0
         ("--method hier-lora-ffn --set span=1", "hier-lora-ffn has no option 'span'. Expected one of: .*alpha"),
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_refused(arguments, message, base, command, refused, tmp_path):
+def test_wrong_request_is_refused(arguments, message, base, command, refused, tmp_path):
     words = ("--base", base, "--method", "ultramem-v2", *arguments.split())
     for way in (["--output", tmp_path / "out"], ["--dry-run"]):
         refused(command(*words, *way), message)
