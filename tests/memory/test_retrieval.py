@@ -7,7 +7,7 @@ import pytest
 import torch
 from config.reading import read_entry
 from memory.building import acting, read_by, retrieving
-from models.upscaled import memory_config, upscaled_model, upscaled_pair
+from models.upscaled import memory_config, upscaled_model
 from tiny import prompt, tiny_model
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
@@ -226,7 +226,8 @@ def test_residual_is_added_and_exact_for_zero_values(memory_type, dtype, toleran
 @pytest.mark.parametrize("inner_residual", [False, True])
 def test_block_follows_output_projection_and_inner_residual(family, inner_residual):
     """The memory reads the family's own attention, through its projection and norm, and the block's input beside it."""
-    base, model = upscaled_pair(family, memory_options={"output_projection": True, "inner_residual": inner_residual})
+    options = {"output_projection": True, "inner_residual": inner_residual}
+    base, model = tiny_model(family), upscaled_model(family, memory_options=options)
     block, donor, seen = model.model.layers[1], base.model.layers[1], []
     block.memory.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
     block.register_forward_pre_hook(lambda *call: seen.append(call[1:]), with_kwargs=True)

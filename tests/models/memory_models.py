@@ -27,29 +27,17 @@ def chapter_entry(name: str = "chapters", layers: tuple[int, ...] = (1, 3), **op
     return {"type": "moc", "name": name, "site": "behind-attention", "layers": list(layers), **small, **options}
 
 
-def chapter_pair(
-    family: str = "llama",
-    *,
-    acting: bool = True,
-    dtype: torch.dtype = torch.float64,
-    memory: list[dict[str, Any]] | None = None,
-    config: dict[str, Any] | None = None,
-    **options: Any,
-) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A tiny base with these changes of its config, and the same model with one memory or these entries, both in eval mode.
+def chapter_model(
+    family="llama", *, acting=True, dtype=torch.float64, memory=None, config=None, **options
+) -> PreTrainedModel:
+    """A tiny model with one memory or these entries, in eval mode; `config` are changes of the base's.
 
     By default in float64, in which passes that compute in another order still choose the same chapters.
     """
-    base = tiny_model(family, dtype, **(config or {}))
-    model = host_of(base, *(memory or [chapter_entry(**options)]), seed=7)
+    model = host_of(tiny_model(family, dtype, **(config or {})), *(memory or [chapter_entry(**options)]), seed=7)
     if acting:
         act_by_chapters(model)
-    return base, model
-
-
-def chapter_model(family: str = "llama", **kwargs: Any) -> PreTrainedModel:
-    """The second of `chapter_pair`."""
-    return chapter_pair(family, **kwargs)[1]
+    return model
 
 
 @torch.no_grad()

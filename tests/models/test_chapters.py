@@ -4,8 +4,8 @@ import pytest
 import torch
 from models.gradients import enable_checkpointing
 from models.hosting import by_full_passes
-from models.memory_models import chapter_model, chapter_pair, chapters_of
-from tiny import logits, prompt
+from models.memory_models import chapter_model, chapters_of
+from tiny import logits, prompt, tiny_model
 from transformers import DynamicCache
 
 from midus_hf.memories.decode_cache import decode_cache
@@ -112,7 +112,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("routing", "cache", "message"), REFUSED.values(), ids=REFUSED)
 def test_cache_that_lacks_what_a_pass_needs_is_refused(routing, cache, message):
-    base, model = chapter_pair(routing=routing)
+    base, model = tiny_model("llama", torch.float64), chapter_model(routing=routing)
     with pytest.raises(ValueError, match=message):
         model(prompt(1), **{CACHE: cache(base, model)})
     if routing == "chunk":

@@ -28,52 +28,43 @@ def no_graphs_of_other_tests():
 
 
 @pytest.fixture
-def graphs():
-    """Graphs that `counting` was given."""
-    return []
+def counting():
+    """A backend that keeps the graphs that it is given, and runs them as they are."""
+
+    def backend(graph, _):
+        backend.graphs.append(graph)
+        return graph.forward
+
+    backend.graphs = []
+    return backend
 
 
-@pytest.fixture
-def counting(graphs):
-    """A backend that keeps graphs, and runs them as they are."""
-    return lambda graph, _: (graphs.append(graph), graph.forward)[1]
-
-
-def test_cached_step_is_one_graph_with_one_call_of_the_op(graphs, counting):
-    model, found = upscaled_model("llama", attention="eager", num_hidden_layers=2, new_layers=(1,)), []
+def test_cached_step_is_one_graph_with_one_call_of_the_op(counting):
+    model, found = upscaled_model("llama", num_hidden_layers=2, new_layers=(1,)), []
+    model.set_attn_implementation("eager")
     for forward in (model, torch.compile(model, fullgraph=True, backend=counting)):
         cache = StaticCache(model.config, max_cache_len=26)
         with torch.no_grad(), decode_cache(model):
             model(input_ids=prompt(), **{CACHE: cache}, use_cache=True)
             found.append(forward(input_ids=prompt(1), **{CACHE: cache}, use_cache=True).logits)
-    assert torch.equal(*found) and len(graphs) == 1
-    called = [str(node.target) for node in graphs[0].graph.nodes if node.op.startswith("call")]
+    assert torch.equal(*found) and len(counting.graphs) == 1
+    called = [str(node.target) for node in counting.graphs[0].graph.nodes if node.op.startswith("call")]
     # With a transform, what C computes on a CPU is an op of its own.
     assert sum(name.startswith("midus_hf.headwise_lookup") for name in called) == 1
-
-
-def output_and_gradients(model, given, forward):
-    output = forward(given)
-    output = getattr(output, "logits", output)
-    upstream, parameters = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)), {}
-    parameters.update(model.named_parameters())
-    gradients = torch.autograd.grad(output, list(parameters.values()), upstream)
-    return output.detach(), dict(zip(parameters, gradients, strict=True))
 
 
 @pytest.mark.skipif(
     os.environ.get("ATEN_CPU_CAPABILITY") == "default",
     reason="inductor does not support ATEN_CPU_CAPABILITY=default on every processor",
 )
-@pytest.mark.parametrize("part", by_default(["model.layers.0.memory"], ["model.layers.0.memory", ""]))
-def test_inductor_compiles_memory_and_model_for_training(part):
-    model = upscaled_model("llama", num_hidden_layers=1, new_layers=(0,)).get_submodule(part)
-    given = prompt() if part == "" else torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
-    compiled = torch.compile(model, fullgraph=True)
-    (expected, of_model), (actual, gradients) = (output_and_gradients(model, given, run) for run in (model, compiled))
-    # Fused kernels add in another order.
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(gradients, of_model, rtol=1e-3, atol=1e-4)
+def test_inductor_compiles_a_memory_for_training():
+    memory = upscaled_model("llama", num_hidden_layers=1, new_layers=(0,)).model.layers[0].memory
+    given, upstream = torch.randn(2, 2, 9, 32, generator=torch.Generator().manual_seed(1))
+    results = []
+    for run in (memory, torch.compile(memory, fullgraph=True)):
+        output = run(given)
+        results.append([output.detach(), *torch.autograd.grad(output, list(memory.parameters()), upstream)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-4)  # fused kernels add in another order
 
 
 MEMORIES = ["midus-hml", "midus-pkm", "linear", "chunk", "ultramem own", "ultramem skip"]
@@ -84,7 +75,7 @@ ALL = list(itertools.product(("llama", "qwen3", "gemma3"), MEMORIES))
 
 
 @pytest.mark.parametrize(("name", "case"), by_default(USUAL, ALL, fewest=FEWEST))
-def test_static_cache_generation_compiles_once(name, case, tmp_path, graphs, counting):
+def test_static_cache_generation_compiles_once(name, case, tmp_path, counting):
     model, after_each = CASES[case].model(name, tmp_path, small=True), []
     # What `generate` does on a GPU by itself.
     compiled = CompileConfig(fullgraph=True, backend=counting, mode=None)
@@ -93,7 +84,7 @@ def test_static_cache_generation_compiles_once(name, case, tmp_path, graphs, cou
         greedy = {"max_new_tokens": LENGTH - length, "min_new_tokens": LENGTH - length, "do_sample": False}
         tokens = prompt(length, seed=length)
         result = model.generate(tokens, **greedy, cache_implementation="static", compile_config=compiled)
-        after_each.append(len(graphs))
+        after_each.append(len(counting.graphs))
         assert torch.equal(result, model.generate(tokens, **greedy))
     assert after_each == [after_each[0]] * 3
     # A cache of a sliding window counts the tokens that it holds in Python, in the base too.
@@ -117,7 +108,8 @@ TRAINED = [("llama", "chunk", "eager"), ("llama", "all fetched", "eager"), ("lla
 ALSO_TRAINED = [*TRAINED, ("llama", "ultramem skip", "eager")]
 TRAINED_CASES = ["midus-hml", "midus-pkm", "chunk", "all fetched", "hier-kv"]
 TRAINED_CASES += ["ultramem heads", "ultramem skip", "depth default", "depth reused"]
-ALL_TRAINED = itertools.product(("llama", "gemma3"), TRAINED_CASES, ("eager", "aot_eager"))
+ALL_TRAINED = [*itertools.product(("llama", "gemma3"), TRAINED_CASES, ("eager", "aot_eager"))]
+ALL_TRAINED += [("llama", "midus-hml", "inductor")]
 
 
 def small_model(case, name, folder):
@@ -137,8 +129,9 @@ def test_training_compiles_as_one_graph(name, case, backend, tmp_path):
         arguments = {"labels": tokens, "memory_blocks": model.fetch_memory(arguments["memory_ids"])}
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     found_loss, actual = loss_and_gradients(model, tokens, compiled, **arguments)
-    torch.testing.assert_close(found_loss, loss, **({"rtol": 0, "atol": 0} if case in INSERTED else {}))
-    check_close(actual, expected, 0 if case in INSERTED else 1e-4)
+    far = 1e-3 if backend == "inductor" else 0 if case in INSERTED else 1e-4  # kernels add in another order
+    torch.testing.assert_close(found_loss, loss, rtol=far and 1e-5, atol=0)
+    check_close(actual, expected, far)
 
 
 def test_graph_reads_the_blocks_that_each_pass_is_given(tmp_path):

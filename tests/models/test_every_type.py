@@ -224,10 +224,6 @@ def with_the_last_rows_first(stacked_rows):
     return lambda *inputs: stacked_rows(*inputs)[::-1]
 
 
-def with_values_for_keys(rows_of):
-    return lambda fetched, _, dtype: rows_of(fetched, "memory_values", dtype)
-
-
 def without_the_norm_of_values(pair):
     def projected(self, source, read):
         with patch.object(self.layer.mixer_part, "v_norm", None):
@@ -250,7 +246,13 @@ WRONG_INSIDE = [
     ("qwen3", "hier-lora-qk", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-lora-ffn", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-kv", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
-    ("qwen3", "hier-kv", hierarchical, "_rows_of", with_values_for_keys),
+    (
+        "qwen3",
+        "hier-kv",
+        hierarchical,
+        "_rows_of",
+        lambda of: lambda fetched, _, dtype: of(fetched, "memory_values", dtype),
+    ),
     ("qwen3", "hier-kv", sites, "unrotated", left_as_they_are),
     ("smollm3", "hier-kv", heads, "rotates", lambda _: lambda *_: True),  # some of whose layers do not rotate
     ("qwen3", "moda", ModaSite, "_projected", lambda pair: lambda *inputs: pair(*inputs)[::-1]),

@@ -11,8 +11,8 @@ import transformers
 from composite import composite_model
 from models.fresh_process import run_python
 from models.hosting import host_of
-from models.upscaled import upscaled_model, upscaled_pair
-from tiny import prompt
+from models.upscaled import upscaled_model
+from tiny import prompt, tiny_model
 from transformers.models.auto import modeling_auto
 
 from midus_hf.models import FAMILIES
@@ -39,7 +39,7 @@ exec(_SMOOTHED, here)
 
 
 def test_trainer_shifts_labels_that_it_smooths(family, tmp_path):
-    base, model = upscaled_pair(family, acting=False)
+    base, model = tiny_model(family), upscaled_model(family, acting=False)
     assert torch.equal(here["smoothed"](model, tmp_path), here["smoothed"](base, tmp_path))
 
 

@@ -40,18 +40,17 @@ def memory_config(
     return host_config(base.config, [entry] if new_layers else None, **changes)
 
 
-def upscaled_pair(
+def upscaled_model(
     family: str,
     *,
     acting: bool = True,
     new_layers: tuple[int, ...] = NEW_LAYERS,
     dtype: torch.dtype = torch.float32,
-    attention: str | None = None,
     memory_type: str = "midus-hml",
     memory_options: dict[str, Any] | None = None,
     **config_changes: Any,
-) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A tiny base, with changes of its config, and the same model with memory blocks at `new_layers`, both in eval mode."""
+) -> PreTrainedModel:
+    """A tiny base, with changes of its config, with memory blocks at `new_layers`, in eval mode."""
     base = tiny_model(family, dtype, **config_changes)
     torch.manual_seed(7)
     config = memory_config(base, new_layers, memory_type, **(memory_options or {}))
@@ -64,23 +63,9 @@ def upscaled_pair(
                 upscaled[name] = source
     upscaled.update({name: tensor for name, tensor in taken.items() if ".layers." not in name})
     model.load_state_dict(upscaled)
-    if acting:
-        give_values(model)
-    if attention is not None:
-        base.set_attn_implementation(attention)
-        model.set_attn_implementation(attention)
-    return base, model
-
-
-def upscaled_model(family: str, **kwargs: Any) -> PreTrainedModel:
-    """The second of `upscaled_pair`."""
-    return upscaled_pair(family, **kwargs)[1]
-
-
-def give_values(model: torch.nn.Module, seed: int = 3) -> None:
-    """Fill every value bank, so that the memories act."""
-    generator = torch.Generator().manual_seed(seed)
-    for module in model.modules():
+    generator = torch.Generator().manual_seed(3)
+    for module in model.modules() if acting else ():
         if isinstance(module, MemoryModule):
             with torch.no_grad():
                 module.value_bank.normal_(generator=generator)
+    return model
