@@ -153,10 +153,8 @@ def _find_variant(
     for result in controls if domain else ():
         losses.setdefault(str(result.control), {})[result.seed] = mean_loss(result.losses, domain)
     leads = {control: paired(ends, by_seed) for control, by_seed in losses.items()}
-    shuffled = [
-        mean_loss(one.shuffled, domain) - mean_loss(one.saved, domain) for one in best if one.shuffled and one.saved
-    ]
-    leads[SHUFFLED] = spread(shuffled if domain else [])
+    measured = [(one.shuffled, one.saved) for one in best if domain and one.shuffled and one.saved]
+    leads[SHUFFLED] = spread([mean_loss(shuffled, domain) - mean_loss(saved, domain) for shuffled, saved in measured])
     advantages = {control: lead for control, lead in leads.items() if lead is not None}
     spreads = [spread(list(by_seed.values())) for by_seed in (ends, learned, forgotten)]
     return VariantFindings(name, rate, best, controls, learned, forgotten, advantages, *spreads)

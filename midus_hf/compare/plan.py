@@ -273,13 +273,10 @@ def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) 
         trainable = (record_of(base) or UpscaleRecord()).trainable
     else:
         keys = _read_keys(label, options.upscale, _OWN_UPSCALING_KEYS)
-        for key in keys:
-            if key not in _UPSCALING_KEYS:
-                raise RequestError(f"{label} has no option {key!r}. {one_of(_UPSCALING_KEYS)}")
+        if unknown := [key for key in keys if key not in _UPSCALING_KEYS]:
+            raise RequestError(f"{label} has no option {unknown[0]!r}. {one_of(_UPSCALING_KEYS)}")
         if "method" not in keys or not isinstance(keys.get("options"), dict | None):
-            raise RequestError(
-                f"{label} is {keys}; expected a method, as 'upscale methods' lists them, and a mapping of options."
-            )
+            raise RequestError(f"{label} is {keys}; expected a method of 'upscale methods', and a mapping of options.")
         with name_in_request_errors(label):
             report = upscale(base=comparison.base, dry_run=True, **keys).parameters
         method = get_method(keys["method"])
@@ -291,9 +288,7 @@ def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) 
     listed = options.rates or comparison.rates or [{}]
     rates = [_as_keys(rate) if isinstance(rate, Mapping) or not apart else short_run_rates(rate) for rate in listed]
     if len(names := [rate_name(rate) for rate in rates]) > len(set(names)):
-        raise RequestError(
-            f"variants.{name} has rates {', '.join(names)}; expected rates that differ, each names a folder."
-        )
+        raise RequestError(f"variants.{name} has rates {', '.join(names)}; expected rates whose names differ.")
     return Variant(name, keys, train, rates, new, trained, controls)
 
 

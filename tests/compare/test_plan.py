@@ -61,16 +61,6 @@ def test_recipe_is_read_without_keys_that_the_comparison_sets(room, planned, tmp
     assert [variant.train for variant in variants] == [{**usual, "learning_rate": 0.5}, usual]
 
 
-def test_variants_of_the_docs_are_planned(planned):
-    page = Path("docs/compare.md").read_text(encoding="utf-8")
-    shown = yaml.safe_load(page.split("```yaml\n", 1)[1].split("```", 1)[0])
-    variants = {name: options for name, options in shown["variants"].items() if "upscale" not in options}
-    variants["matched"]["train"]["trainable"] = [0, 1]
-    result = {variant.name: variant.train for variant in planned(variants)[1]}
-    assert result["lora"]["adapters"] == {"r": 32, "lora_alpha": 64} and "trainable" not in result["lora"]
-    assert result["full"]["trainable"] == "all" and result["matched"]["trainable"] == [0, 1]
-
-
 # Variants at the rate 3e-4, and the rate of their values; None where values have none of their own.
 _VALUES_AT = {
     "a memory": ({"upscale": HEADWISE}, 3e-3),
@@ -118,23 +108,11 @@ def test_parts_of_an_upscaled_base_learn_at_the_rates_of_new_parts(room, planned
 
 # Options of the variant `a`, or of all; ROOM and FILES are the folders that the fixtures write.
 REFUSED_VARIANT = {
-    "option of upscale": (
-        {"upscale": {**HEADWISE, "num_new_layer": 2}},
-        "upscale has no option 'num_new_layer'. Expected one of: m",
-    ),
+    "option of upscale": ({"upscale": {**HEADWISE, "num_new_layer": 2}}, "upscale has no option 'num_new_layer'. Expected one of: m"),
     "no method": ({"upscale": {"num_new_layers": 2}}, "upscale is {'num_new_layers': 2}; expected a method"),
-    "options not a mapping": (
-        {"upscale": {**HEADWISE, "options": [1]}},
-        "upscale is .*expected a method.* and a mapping of options",
-    ),
-    "option of the method": (
-        {"upscale": {**HEADWISE, "options": {"m": 2}}},
-        "upscale: method midus-hml has no option 'm'",
-    ),
-    "base": (
-        {"upscale": {**HEADWISE, "base": "other"}},
-        "upscale has 'base', which the comparison sets for each run; leave it",
-    ),
+    "options not a mapping": ({"upscale": {**HEADWISE, "options": [1]}}, "upscale is .*expected a method.* and a mapping of options"),
+    "option of the method": ({"upscale": {**HEADWISE, "options": {"m": 2}}}, "upscale: method midus-hml has no option 'm'"),
+    "base": ({"upscale": {**HEADWISE, "base": "other"}}, "upscale has 'base', which the comparison sets for each run; leave it"),
     "seed": ({"train": {"seed": 1}}, "train has 'seed', which the comparison sets for each run; leave it out"),
     "windows": ({"train": {"sequence_length": 16}}, "sequence_length 16 .*expected 32, as train has"),
     "windows of a file": ({"train": "FILES/windows.yaml"}, "sequence_length 16 .*expected 32, as train has"),
@@ -143,78 +121,45 @@ REFUSED_VARIANT = {
     "no steps": ({"train": {"max_steps": None}}, "has max_steps None; expected at least 1.*Set train.max_steps"),
     "steps below 1": ({"train": {"max_steps": -1}}, "has max_steps -1; expected at least 1.*Set train.max_steps"),
     "rate of 0": ({"rates": [0]}, "as a run of midus train: .*learning_rate is 0.0; expected"),
-    "rate twice": ({"rates": [1e-3, 1.0000001e-3]}, "has rates 0.001, 0.001; expected rates that differ"),
+    "rate twice": ({"rates": [1e-3, 1.0000001e-3]}, "has rates 0.001, 0.001; expected rates whose names differ"),
     "number and its mapping": (
-        {"upscale": HEADWISE, "rates": [1e-3, {"learning_rate": 1e-3, "value_learning_rate": 1e-2}]},
-        "has rates 0.001,value=0.01, ",
+        {"upscale": HEADWISE, "rates": [1e-3, {"learning_rate": 1e-3, "value_learning_rate": 1e-2}]}, "has rates 0.001,value=0.01, "
     ),
-    "file of upscale": (
-        {"upscale": "absent.yaml"},
-        "upscale names a file: config is 'absent.yaml', which cannot be read",
-    ),
+    "file of upscale": ({"upscale": "absent.yaml"}, "upscale names a file: config is 'absent.yaml', which cannot be read"),
     "file of train": ({"train": "absent.yaml"}, "train names a file: config is 'absent.yaml', which cannot be read"),
     "corpus": ({"train": {"corpus": "absent.txt"}}, "train.corpus is 'absent.txt', which does not exist; expected"),
-    "column": (
-        {"train": {"corpus": "FILES/rows.jsonl"}},
-        "train.corpus 'FILES/rows.jsonl' has no column 'text', only body; set",
-    ),
-    "corpus is measured": (
-        {"train": {"corpus": "ROOM/herbs.txt"}},
-        "validation.herbs .*shares text with variants.a.train.corpus",
-    ),
-}
+    "column": ({"train": {"corpus": "FILES/rows.jsonl"}}, "train.corpus 'FILES/rows.jsonl' has no column 'text', only body; set"),
+    "corpus is measured": ({"train": {"corpus": "ROOM/herbs.txt"}}, "validation.herbs .*shares text with variants.a.train.corpus"),
+}  # fmt: skip
 NAME = "names a variant or text; expected letters, digits"
 REFUSED = {
     "no variants": ({"variants": {}}, "variants is empty; expected one or more"),
     "variant named base": ({"variants": {"base": {}}}, "variants has 'base'.*choose another name"),
-    **{
-        f"variant named {name}": ({"variants": {name: {}}}, f"'{re.escape(name)}' {NAME}")
-        for name in ("a/b", ".a", "a+one-row")
-    },
+    **{f"variant named {name}": ({"variants": {name: {}}}, f"'{re.escape(name)}' {NAME}") for name in ("a/b", ".a", "a+one-row")},
     "text named a/b": ({"retention": {"a/b": "text"}}, f"'a/b' {NAME}"),
     "option of a variant": ({"variants": {"a": {"method": "solar"}}}, "config has no option 'variants.a.method'"),
     "no domain": ({"domain": {}}, "domain is empty, without tasks; expected one of them"),
     "no domain for controls": ({"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty.*or controls: false"),
-    "no validation": (
-        {"rates": [1e-3, 1e-4], "validation": {}},
-        "validation is empty.*validation.NAME=PATH, or one rate",
-    ),
+    "no validation": ({"rates": [1e-3, 1e-4], "validation": {}}, "validation is empty.*validation.NAME=PATH, or one rate"),
     "text twice": ({"retention": {"plants": "other.txt"}}, "plants, .*; expected a different name for each"),
     "seed twice": ({"seeds": [1, 1]}, r"seeds is \[1, 1\]; expected one or more different"),
     "seed below 0": ({"seeds": [-1]}, r"seeds is \[-1\]; expected one or more different"),
     "no seeds": ({"seeds": []}, r"seeds is \[\]; expected one or more different"),
-    "key of its own": (
-        {"train": {"eval_text": "text"}},
-        "train has 'eval_text', which the comparison sets for each run; leave it",
-    ),
+    "key of its own": ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it"),
     "base": ({"base": "absent/absent/absent"}, "base is 'absent/absent/absent', which does not exist; expected"),
     "folder as base": ({"base": "ROOM/corpus"}, "base is 'ROOM/corpus', a folder without config.json; expected"),
     "output": ({"output_dir": "FILES/short.txt"}, "output_dir is 'FILES/short.txt', a file; expected a folder"),
-    "absent text": (
-        {"domain": {"plants": "absent.txt"}},
-        "domain.plants is 'absent.txt', which does not exist; expected",
-    ),
-    "text without the column": (
-        {"retention": {"rows": "FILES/rows.jsonl"}},
-        "retention.rows .*has no column 'text', only body; set",
-    ),
-    "text in two places": (
-        {"retention": {"stars": "ROOM/base/../plants.txt"}},
-        "domain.plants .*shares text with retention.stars",
-    ),
+    "absent text": ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected"),
+    "text without the column": ({"retention": {"rows": "FILES/rows.jsonl"}}, "retention.rows .*has no column 'text', only body; set"),
+    "text in two places": ({"retention": {"stars": "ROOM/base/../plants.txt"}}, "domain.plants .*shares text with retention.stars"),
     "copied text": ({"validation": {"herbs": "FILES/copy.txt"}}, "domain.plants .*shares text with validation.herbs"),
     **{
-        f"{kind} in the corpus, {text}": (
-            {kind: {"read": f"ROOM/{text}"}},
-            f"{kind}.read .*shares text with train.corpus",
-        )
+        f"{kind} in the corpus, {text}": ({kind: {"read": f"ROOM/{text}"}}, f"{kind}.read .*shares text with train.corpus")
         for kind in ("domain", "retention", "validation")
         for text in ("corpus", "corpus/1.txt")
     },
-}
-REFUSED |= {
-    f"a: {case}": ({"variants": {"a": options}}, message) for case, (options, message) in REFUSED_VARIANT.items()
-}
+}  # fmt: skip
+REFUSED |= {f"a: {case}": ({"variants": {"a": value}}, message) for case, (value, message) in REFUSED_VARIANT.items()}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -247,22 +246,3 @@ def test_process_of_a_run_writes_to_the_log_and_keeps_its_lock(tmp_path, monkeyp
     assert run_all(one, []) == {"base": f"printed (status 3; see {log})"}
     printed = capfd.readouterr()
     assert printed.out == "" and "waiting for runs of other processes, such as base" in printed.err
-
-
-def test_interruption_ends_the_process_of_a_run(tmp_path, monkeypatch):
-    program, number = tmp_path / "program", tmp_path / "number"
-    program.write_text(f"#!/bin/sh\necho $$ > {number}; exec sleep 60\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr("midus_hf.compare.run.hash_base", lambda base: f"digest of {base}")
-
-    def interrupt(process, timeout=None):
-        while not number.exists() or not number.read_text().strip():
-            time.sleep(0.01)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run_all(comparison(tmp_path), [variant("a")])
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(number.read_text()), 0)
