@@ -70,10 +70,9 @@ def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate |
 class VariantFindings:
     """Findings about one variant, at the rate that the validation texts chose, in nats per token.
 
-    `results` are its results at this rate, one per seed, `controls` those of its null controls. `learned_by_seed` is the decrease
-    of the mean loss of the domain, `forgotten_by_seed` the increase on the retention texts. `advantages` are the differences
-    of final domain loss to each null control, over the seeds that both have; for `shuffled-addresses`, by how much it rises when
-    the variant's values are permuted. `domain_loss`, `learned` and `forgotten` are spreads; None without texts.
+    `results` are its results at this rate, one per seed, `controls` those of its null controls. `advantages` are differences of
+    final domain loss to each null control over the seeds that both have; for `shuffled-addresses`, by how much it rises when values
+    are permuted. Learned is the decrease of the mean loss of the domain, forgotten the increase on `retention`; None without texts.
     """
 
     name: str

@@ -208,9 +208,8 @@ def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Resu
         result = Result(BASE, {}, 0, [Point(0, losses)], tasks=tasks)
     else:
         result = _train(run, comparison)
-    for name, loss in result.losses.items():
-        if not math.isfinite(loss):
-            raise RequestError(f"the loss of {name} did not end at a finite number, but at {loss}.")
+    if not all(map(math.isfinite, result.losses.values())):
+        raise RequestError(f"losses ended at {dict(result.losses)}; expected finite numbers. Lower the rate.")
     return dataclasses.replace(result, request=request, origin=origin)
 
 
