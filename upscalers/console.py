@@ -80,7 +80,7 @@ class Console(Progress):
             self._lines.close()
 
 
-def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], bold: Iterable[bool] = ()) -> None:
+def _print_table(header: Sequence[str], *rows: Sequence[str], bold: Iterable[bool] = ()) -> None:
     """Print rows of plain text, in which brackets are not markup."""
     table = Table(box=rich.box.SIMPLE_HEAD, show_edge=False)
     for column in header:
@@ -110,36 +110,29 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
         rows["bank"] = _bank(counts.bank, counts.fetched)
     if report.renumbers_layers:
         rows["adapters"] = "a LoRA that was made for the base does not fit, since layers are renumbered"
+    beyond = "" if report.identity_except is None else f", but for {report.identity_except}"
     if dry_run:
         rows["would write"] = _gigabytes(report.bytes.written)
-        rows["identity"] = ("promised" if report.promises_identity else "not promised by the method") + _except(report)
+        rows["identity"] = ("promised" if report.promises_identity else "not promised by the method") + beyond
     else:
         rows["written"] = (
             f"{_gigabytes(report.bytes.written)} in {report.seconds:.1f} s, peak memory {_gigabytes(report.peak_rss_bytes)}"
         )
-        rows["identity"] = _identity(report)
-    _print_table(["", report.method], rows.items())
-    _print_measurements(report.measurements)
+        rows["identity"] = _identity(report, beyond)
+    _print_table(["", report.method], *rows.items())
+    if report.measurements:
+        _print_table(*summary_table(report.measurements))
 
 
-def _identity(report: UpscaleReport) -> str:
+def _identity(report: UpscaleReport, beyond: str) -> str:
     if report.identity.checked is None:
-        return f"{'promised' if report.promises_identity else 'not promised'} by the method{_except(report)}; nothing was compared"
+        return (
+            f"{'promised' if report.promises_identity else 'not promised'} by the method{beyond}; nothing was compared"
+        )
     promise = "" if report.promises_identity else "not promised by the method; "
     divergence = f", KL {report.kl_divergence:.3g} nats" if report.kl_divergence else ""
     difference = f"largest difference {report.identity.max_abs_diff:g}{divergence} ({report.identity.compared})"
-    return f"{promise}{report.identity.checked}: {difference}{_except(report)}"
-
-
-def _except(report: UpscaleReport) -> str:
-    return "" if report.identity_except is None else f", but for {report.identity_except}"
-
-
-def _print_measurements(measurements: list[dict[str, Any]]) -> None:
-    """Print a row of measurements per kind of tensor: mean, lowest and highest value over new layers."""
-    if measurements:
-        header, *rows = summary_table(measurements)
-        _print_table(header, rows)
+    return f"{promise}{report.identity.checked}: {difference}{beyond}"
 
 
 def print_method_list(methods: list[dict[str, Any]]) -> None:
@@ -170,7 +163,7 @@ def print_methods(methods: list[dict[str, Any]]) -> None:
             rows.append((f"--set {option['name']}{default}", f"{option['help']} ({option['type']})"))
         if method["paper"]:
             rows.append(("paper", f"{method['paper']['title']} ({method['paper']['reference']})"))
-        _print_table([method["name"], method["summary"]], rows)
+        _print_table([method["name"], method["summary"]], *rows)
         print()
 
 
@@ -198,7 +191,7 @@ def print_inspection(inspection: dict[str, Any]) -> None:
         rows += [("stripped from", source), ("", f"its weights {_confirmation(stripped, 'were')}")]
     if "method" not in inspection:
         rows += [("model type", inspection["model_type"]), ("layers", str(inspection["num_layers"]))]
-        _print_table(["", "stripped"], [*rows, ("parameters", f"{counts['total']:,}")])
+        _print_table(["", "stripped"], *rows, ("parameters", f"{counts['total']:,}"))
         return
     rows += [("base", str(inspection["base"])), ("model type", inspection["model_type"])]
     if not inspection["causal"]:
@@ -215,11 +208,12 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     has_new_layers = any(layer["new"] for layer in layers)
     if not has_new_layers:
         rows.append(("added", _added(inspection)))
-    _print_table(["", inspection["method"]], rows)
+    _print_table(["", inspection["method"]], *rows)
     if has_new_layers:
         cells = [(str(layer["index"]), layer["from"], f"{layer['parameters']:,}") for layer in layers]
-        _print_table(["layer", "from", "parameters"], cells, [layer["new"] for layer in layers])
-    _print_measurements(inspection["measurements"])
+        _print_table(["layer", "from", "parameters"], *cells, bold=[layer["new"] for layer in layers])
+    if inspection["measurements"]:
+        _print_table(*summary_table(inspection["measurements"]))
 
 
 def _added(inspection: dict[str, Any]) -> str:
@@ -296,7 +290,7 @@ def print_memories(listed: dict[str, Any]) -> None:
                 figures = (norm, min(biases, default=None), max(biases, default=None))
                 numbers = ["not finite" if figure is None else f"{figure:.4g}" for figure in figures]
                 rows.append([str(chapter), "shared" if chapter < memory["shared_chapters"] else "routed", *numbers])
-            _print_table(["chapter", "", "row norm", "lowest bias", "highest bias"], rows)
+            _print_table(["chapter", "", "row norm", "lowest bias", "highest bias"], *rows)
     for edit in listed.get("edits", ()):
         _print_text(f"edited: {describe_edit(edit)}")
 

@@ -14,39 +14,24 @@ LANGUAGE_KEY = "text_config"
 
 @dataclass(frozen=True, kw_only=True)
 class UpscaleRecord:
-    """What `upscale` did to a base; the keys of the record are the names here.
-
-    Args:
-        method: Name of the method.
-        new_layers: Indices of the layers that were added, ascending.
-        new_memories: Names of the memories that were attached. Default: none.
-        trainable: What training trains by default, `"new"` or `"all"`; None if a method has no choice.
-        causal: Whether no token depends on later ones. Default: true.
-        plan: For each layer, `{"base": i}` or what a new layer was made from, as `Plan.to_list` writes it.
-        options: The method's options, without local folders.
-        seed: Seed of the new tensors.
-        base_dtype: Dtype of the base's weights, as torch names it.
-        base_config: The base's config; within a composite model, that of its language model.
-        larger_base_config: The composite base's config. Default: None.
-        base_sha256: Digest of the base's weights; None if it is unknown. Default: None.
-        edits: Edits of the base's memories since. Default: none.
-        others: Keys that this version does not know, which are kept. Default: none.
-    """
+    """What `upscale` did to a base; the keys of the record are the names here."""
 
     method: str = ""
-    new_layers: tuple[int, ...] = ()
-    new_memories: tuple[str, ...] = ()
-    trainable: str | None = None
-    causal: bool = True
-    plan: tuple[Mapping[str, Any], ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    new_layers: tuple[int, ...] = ()  #: indices of the layers that were added, ascending
+    new_memories: tuple[str, ...] = ()  #: names of the memories that were attached
+    trainable: str | None = (
+        None  #: what training trains by default, `"new"` or `"all"`; None if a method has no choice
+    )
+    causal: bool = True  #: whether no token depends on later ones
+    plan: tuple[Mapping[str, Any], ...] = ()  #: for each layer `{"base": i}` or a new layer's sources (`Plan.to_list`)
+    options: Mapping[str, Any] = field(default_factory=dict)  #: the method's, without local folders
     seed: int | None = None
-    base_dtype: str | None = None
-    base_config: Mapping[str, Any] = field(default_factory=dict)
-    larger_base_config: Mapping[str, Any] | None = None
-    base_sha256: str | None = None
-    edits: tuple[Mapping[str, Any], ...] = ()
-    others: Mapping[str, Any] = field(default_factory=dict)
+    base_dtype: str | None = None  #: as torch names it
+    base_config: Mapping[str, Any] = field(default_factory=dict)  #: within a composite model, its language model's
+    larger_base_config: Mapping[str, Any] | None = None  #: the composite base's
+    base_sha256: str | None = None  #: digest of the base's weights; None if it is unknown
+    edits: tuple[Mapping[str, Any], ...] = ()  #: of the base's memories since
+    others: Mapping[str, Any] = field(default_factory=dict)  #: keys that this version does not know, which are kept
 
     @property
     def base_layers(self) -> dict[int, int]:
@@ -95,14 +80,7 @@ def has_record(config: Mapping[str, Any]) -> bool:
 
 
 def record_of(config: Any) -> UpscaleRecord | None:
-    """Return the record in a config; None if `upscale` did not make the model.
-
-    Args:
-        config: Content of a `config.json`, or a config of transformers, each also of a composite model.
-
-    Raises:
-        RequestError: If a value is not what `upscale` writes.
-    """
+    """Return the record in a config, of JSON or of transformers; None if `upscale` did not make the model; refuse other values."""
     entry = language_entry(config).get(RECORD_KEY) if isinstance(config, Mapping) else record_entry(config)
     if not isinstance(entry, Mapping) or not entry:
         return None

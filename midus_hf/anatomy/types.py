@@ -45,67 +45,42 @@ class UnknownType(RequestError):
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Names of the parts of a class of decoder layers, None for absent ones, and the stream between.
+    """Names of the parts of a class of decoder layers, None for absent ones, and the stream between."""
 
-    Args:
-        feed_forward: The feed-forward network, dense or of experts.
-        attention_norm: The norm before the mixer; None if the mixer reads the residual stream itself.
-        attention_output_norm: The norm after the mixer.
-        mlp_norm: The norm before the feed-forward network; None also if it is `attention_norm`.
-        mlp_output_norm: The norm after the feed-forward network.
-        adds_mixer: Whether what follows the mixer reads the sum of the layer's input and the mixer's (normalised) output, bit for
-            bit. False for parallel layers and for scaled residual streams.
-        reads_norm: Whether the mixer reads the layer's input or the output of `attention_norm`, and nothing else.
-    """
-
-    feed_forward: str | None
-    attention_norm: str | None
+    feed_forward: str | None  #: dense or of experts
+    attention_norm: str | None  #: before the mixer; None if the mixer reads the residual stream itself
     attention_output_norm: str | None
-    mlp_norm: str | None
+    mlp_norm: str | None  #: None also if it is `attention_norm`
     mlp_output_norm: str | None
+    #: Whether what follows the mixer reads the sum of the layer's input and the mixer's (normalised) output, bit for bit. False for
+    #: parallel layers and for scaled residual streams.
     adds_mixer: bool
-    reads_norm: bool
+    reads_norm: bool  #: whether the mixer reads only the layer's input or the output of `attention_norm`
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
-    """A causal language model of Transformers that hosts memory.
-
-    Args:
-        model_type: `model_type` of the config.
-        class_name: Middle part of the names of the classes that host memory, `Midus{class_name}ForCausalLM`.
-        stack: Name of the class of the stack of layers.
-        layers: The parts of layers, by the name of their class, in the order in which the classes first occur.
-        mixers: Names of the children of layers that mix tokens.
-        attention_class: Name of the class of all attentions whose heads memories read; None if there are several, or none.
-        mlp_class: Name of the class of all gated feed-forward networks; None if there are several, or none.
-        some_do_not_rotate: Whether some attentions do not rotate queries and keys.
-        norms_all_heads: Whether norms of queries and keys are over all heads together.
-        stacked: Roles of the projections whose rows a linear module stacks, in order, by the class of the part and the name of
-            the module, `"LlamaMLP.gate_up_proj"`; none if they are stacked in an unknown order.
-        wirings: What was proven, of `WIRINGS`.
-        refused: Why the others are refused, by wiring.
-        config: Sizes of the tiny model that was proven, by key of the config.
-        transformers: Digest of the names and shapes of the tiny model's tensors, by version of Transformers, `"5.24"`, with which
-            the type was proven.
-        layout: For `MAIN_TYPES`, keys of the config and tensors of a model. Default: none.
-    """
+    """A causal language model of Transformers that hosts memory."""
 
     model_type: str
-    class_name: str
-    stack: str
-    layers: Mapping[str, LayerParts]
-    mixers: tuple[str, ...]
-    attention_class: str | None
-    mlp_class: str | None
-    some_do_not_rotate: bool
-    norms_all_heads: bool
+    class_name: str  #: middle part of the names of the classes that host memory, `Midus{class_name}ForCausalLM`
+    stack: str  #: name of the class of the stack of layers
+    layers: Mapping[str, LayerParts]  #: by the name of their class, in the order in which the classes first occur
+    mixers: tuple[str, ...]  #: names of the children of layers that mix tokens
+    attention_class: str | None  #: of all attentions whose heads memories read; None if there are several, or none
+    mlp_class: str | None  #: of all gated feed-forward networks; None if there are several, or none
+    some_do_not_rotate: bool  #: queries and keys
+    norms_all_heads: bool  #: whether norms of queries and keys are over all heads together
+    #: Roles of the projections whose rows a linear module stacks, in order, by the class of the part and the name of the module,
+    #: `"LlamaMLP.gate_up_proj"`; none if they are stacked in an unknown order.
     stacked: Mapping[str, tuple[str, ...]]
-    wirings: tuple[str, ...]
-    refused: Mapping[str, str]
-    config: Mapping[str, Any]
-    transformers: Mapping[str, str]
-    layout: Mapping[str, Any] = field(default_factory=dict)
+    wirings: tuple[str, ...]  #: what was proven, of `WIRINGS`
+    refused: Mapping[str, str]  #: why the others are refused, by wiring
+    config: Mapping[str, Any]  #: sizes of the tiny model that was proven
+    transformers: Mapping[str, str]  #: digest of its tensors' names and shapes, by version of Transformers, `"5.24"`
+    layout: Mapping[str, Any] = field(
+        default_factory=dict
+    )  #: of `MAIN_TYPES`: keys of the config and tensors of a model
 
     def refusal(self, site: str, memory_type: str) -> str | None:
         """Return why a type of memory does not work at a site; None if it does.
@@ -119,30 +94,18 @@ class ModelType:
 
 @dataclass(frozen=True, kw_only=True)
 class CompositeType:
-    """A composite model of Transformers, such as one that reads images, whose language model hosts memory.
-
-    Args:
-        model_type: `model_type` of the config.
-        language_type: `model_type` of the language model.
-        path: Name of the module of the language model's stack of layers.
-        config: Sizes of the tiny model that was read, by key of the config.
-        transformers: Digest of its tensors, by version of Transformers, as in `ModelType`.
-    """
+    """A composite model of Transformers, such as one that reads images, whose language model hosts memory; see `ModelType`."""
 
     model_type: str
-    language_type: str
-    path: str
+    language_type: str  #: `model_type` of the language model
+    path: str  #: name of the module of the language model's stack of layers
     config: Mapping[str, Any]
     transformers: Mapping[str, str]
 
 
 @cache
 def type_of(model_type: str) -> ModelType | CompositeType:
-    """Return a causal or composite type, by its `model_type` with or without the prefix of memory.
-
-    Raises:
-        UnknownType: If the type cannot host memory, or is not listed.
-    """
+    """Return a causal or composite type, by its `model_type` with or without the prefix of memory, or raise `UnknownType`."""
     model_type = model_type.removeprefix(MEMORY_PREFIX)
     row = _rows().get(model_type)
     if isinstance(row, str):
@@ -153,15 +116,17 @@ def type_of(model_type: str) -> ModelType | CompositeType:
             "(docs/families.md). Do not rename the type: as another type the model may load and still be a different model. A "
             f"checkout of the repository proves it, with a transformers that has it: python -m scripts.anatomy {model_type}"
         )
-    return read_row(model_type, row)
+    if "language_type" in row:
+        return CompositeType(model_type=model_type, **row)
+    values = {**_EMPTY, **row}  # rows leave out values that are false or empty
+    values.pop("tables", None)  # in rows that earlier versions proved
+    values["layers"] = {name: LayerParts(**parts) for name, parts in row["layers"].items()}
+    values["stacked"] = {name: tuple(roles) for name, roles in values["stacked"].items()}
+    return ModelType(model_type=model_type, **values | {key: tuple(values[key]) for key in ("mixers", "wirings")})
 
 
 def model_type_of(model_type: str) -> ModelType:
-    """Return a causal type, by its `model_type` with or without the prefix of memory.
-
-    Raises:
-        UnknownType: If the type cannot host memory, or is not listed.
-    """
+    """Return a causal type, by its `model_type` with or without the prefix of memory, or raise `UnknownType`."""
     row = type_of(model_type)
     if isinstance(row, ModelType):
         return row
@@ -176,24 +141,6 @@ def is_listed(model_type: str) -> bool:
 def listed_types() -> list[str]:
     """Return the causal types that host memory, in alphabetical order."""
     return sorted(name for name, row in _rows().items() if isinstance(row, dict) and "language_type" not in row)
-
-
-def read_row(model_type: str, row: Mapping[str, Any]) -> ModelType | CompositeType:
-    """Return a type by its row in the file, which leaves out values that are false or empty."""
-    if "language_type" in row:
-        return CompositeType(model_type=model_type, **row)
-    values = {**_EMPTY, **row}
-    values.pop("tables", None)  # in rows that earlier versions proved
-    return ModelType(
-        model_type=model_type,
-        **{
-            **values,
-            "layers": {name: LayerParts(**parts) for name, parts in row["layers"].items()},
-            "mixers": tuple(row["mixers"]),
-            "stacked": {name: tuple(roles) for name, roles in values["stacked"].items()},
-            "wirings": tuple(values["wirings"]),
-        },
-    )
 
 
 _EMPTY: Mapping[str, Any] = {

@@ -5,8 +5,10 @@ in plain PyTorch, as they are written in this package. Each op is the function i
 replace registries, the reading of options and this folder.
 """
 
+import ast
 import hashlib
 import importlib.util
+import itertools
 import os
 import pkgutil
 import re
@@ -15,11 +17,10 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import midus_hf.ops
 from midus_hf.carried import absent, standins
-from midus_hf.carried.sources import Name, Source, names_read
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.registry import Memories, layer_class
@@ -35,6 +36,115 @@ SHA-256 of what follows: {digest}
 """
 
 '''
+
+
+# Decorators that enter a definition in a table that does not travel.
+_MARKS = re.compile(r"^@register_(composite_)?family\n", flags=re.MULTILINE)
+
+
+class Name(NamedTuple):
+    """Full name of a definition: a function, a class or a constant at a module's top level."""
+
+    module: str
+    name: str
+
+
+class Source:
+    """A module, by its name, as its source is now; sources of the `packages` are copied, all others are libraries."""
+
+    def __init__(self, name: str, packages: Collection[str]):
+        imported: Any = importlib.import_module(name)
+        # What each name that is imported from the packages refers to; a module that is imported has an empty name.
+        self.imports: dict[str, Name] = {}
+        # For each name that is imported from a library, the module, empty for a module itself, and the name there.
+        self.libraries: dict[str, tuple[str, str]] = {}
+        # The source of each definition, with its decorators and the comments right above it.
+        self.definitions: dict[str, str] = {}
+        # The source of each call at the top level.
+        self._calls: list[str] = []
+        # Why no definition can be copied: a statement without a name. Else empty.
+        self._refusal = ""
+        text = imported.__loader__.get_source(imported.__name__) or ""
+        self._lines = text.splitlines(keepends=True)
+        body: list[ast.stmt] = []
+        for statement in ast.parse(text).body:
+            is_for_types = isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
+            body += statement.body if is_for_types else [statement]  # type: ignore[attr-defined]
+        for statement, following in itertools.zip_longest(body, body[1:]):
+            if isinstance(statement, ast.ImportFrom | ast.Import):
+                module = getattr(statement, "module", None)
+                if isinstance(statement, ast.ImportFrom) and statement.level:
+                    module = importlib.util.resolve_name("." * statement.level + (module or ""), imported.__package__)
+                for alias in statement.names:
+                    bound = alias.asname or alias.name.partition(".")[0]
+                    if (module or alias.name).partition(".")[0] in packages:
+                        self.imports[bound] = Name(module, alias.name) if module else Name(alias.name, "")
+                    else:
+                        self.libraries[bound] = (module or "", alias.name if module or alias.asname else bound)
+            elif not isinstance(statement, ast.Expr):
+                names = defined(statement)
+                if not names or not self.definitions.keys().isdisjoint(names):
+                    self._refusal = self._refusal or (
+                        f"{imported.__name__} has {ast.unparse(statement).splitlines()[0]!r} in line {statement.lineno}, which is "
+                        "neither an import, nor a call, nor the only definition of a name; expected only these at the top level of "
+                        "a module that a checkpoint's code is made from. Put it into a function."
+                    )
+                self.definitions |= dict.fromkeys(names, _MARKS.sub("", self._text(statement, following)))
+            elif isinstance(statement.value, ast.Call):
+                self._calls.append(self._text(statement))
+
+    def definition(self, name: str) -> str:
+        """Return the source of a definition.
+
+        Raises:
+            RequestError: If the module has statements that cannot be copied.
+        """
+        if self._refusal:
+            raise RequestError(self._refusal)
+        return self.definitions[name]
+
+    def calls_of(self, name: str) -> list[str]:
+        """Return the calls at the top level that use a definition, such as those that register it."""
+        return [call for call in self._calls if name in names_read(call)]
+
+    def _text(self, statement: Any, following: ast.stmt | None = None) -> str:
+        """Return the lines of a statement, with decorators, comments above, and a constant's docstring."""
+        first = next(iter(getattr(statement, "decorator_list", ())), statement).lineno
+        while first > 1 and self._lines[first - 2].startswith("#"):
+            first -= 1
+        last = statement.end_lineno
+        if (
+            isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and following.lineno == last + 1
+        ):
+            last = following.end_lineno
+        return "".join(self._lines[first - 1 : last])
+
+
+def defined(statement: ast.stmt) -> list[str]:
+    """Return the names that a statement defines, if it is a definition or an assignment."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return []
+    elements = [leaf for target in targets for leaf in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return [leaf.id for leaf in elements if isinstance(leaf, ast.Name)]
+
+
+@cache
+def names_read(text: str) -> frozenset[str]:
+    """Return the names that a source reads, except local variables and quoted annotations."""
+    tree = ast.parse(text)
+    local: set[int] = set()
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.Lambda):
+            names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+            bound = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+            bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+            local |= {id(node) for node in names if node.id in bound}
+    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in local)
 
 
 def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
@@ -102,15 +212,10 @@ def reference_modules() -> list[str]:
 
 
 class Closure:
-    """All definitions that some definitions reach, and the top-level calls that use one of them.
+    """All definitions that some definitions, the roots, reach, and the top-level calls that use one of them.
 
-    Args:
-        roots: The definitions to start from.
-        packages: Names of the packages whose sources are copied; all other packages are imported.
-        stand_ins: For a name, the definition that replaces every definition of this name in this package.
-
-    Raises:
-        RequestError: If a module has statements that cannot be copied, or two definitions have one name.
+    `stand_ins` has for a name the definition that replaces every definition of this name in this package. Modules with statements
+    that cannot be copied, and two definitions of one name, are refused.
     """
 
     def __init__(self, roots: Iterable[Name], packages: Collection[str], stand_ins: Mapping[str, Name]):
@@ -150,7 +255,21 @@ class Closure:
         """Return the source of the module: imports, then definitions after those that they import."""
         sections: list[str] = []
         imports: dict[str, set[str]] = {}  # names by the library's module; modules themselves by an empty name
-        for module in self._order():
+        order: dict[str, None] = {}  # the modules, each after those that it imports
+
+        def visit(module: str) -> None:
+            if module not in seen:
+                seen.add(module)
+                for needed in dict.fromkeys(
+                    name.module for name in self._source(module).imports.values() if name.name
+                ):
+                    visit(needed)
+                order[module] = None
+
+        seen: set[str] = set()
+        for module in (standins.__name__, *sorted({name.module for name in self._kept})):
+            visit(module)
+        for module in order:
             source = self._source(module)
             names = [name for name in source.definitions if Name(module, name) in self._kept]
             calls = dict.fromkeys(call for name in names for call in source.calls_of(name))
@@ -193,25 +312,6 @@ class Closure:
                 "package.module import name."
             )
         return resolved
-
-    def _order(self) -> list[str]:
-        """Return the modules, each after the modules that it imports."""
-        order: dict[str, None] = {}
-        seen: set[str] = set()
-
-        def visit(module: str) -> None:
-            if module not in seen:
-                seen.add(module)
-                for needed in dict.fromkeys(
-                    name.module for name in self._source(module).imports.values() if name.name
-                ):
-                    visit(needed)
-                order[module] = None
-
-        visit(standins.__name__)
-        for module in sorted({name.module for name in self._kept}):
-            visit(module)
-        return list(order)
 
 
 def _listed(texts: Iterable[str]) -> str:

@@ -92,11 +92,23 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
     command = typer.main.get_command(app)
     if f"_{name.upper()}_COMPLETE" in os.environ:  # a shell asks for completions
         command.main(prog_name=name)
-    path, places = _command_path(command, name, line_words), list[str]()
+    path, places = name, list[str]()
+    within: Any = command
+    for word in line_words:  # the first ones name subcommands
+        within = getattr(within, "commands", {}).get(word)
+        if within is None:
+            break
+        path = f"{path} {word}"
     is_printed = is_main_process()
     with _termination_interrupts() as terminations:
         try:
-            _refuse_empty(line_words)
+            # A shell passes empty words for unset variables. As a path, one would be the current folder.
+            for before, word in zip(["", *line_words], line_words, strict=False):
+                option, equals, value = word.partition("=")
+                if not word or (word.startswith("--") and equals and not value):
+                    subject = option if word else before if before.startswith("-") else "an argument"
+                    filling = "Fill it in (a shell gives nothing for a variable that is not set), or leave it out."
+                    raise CommandExit(WRONG_REQUEST, f"{subject} is ''; expected a value. {filling}")
             # `app()` would treat an EOFError of the work as an interruption.
             with command.make_context(name, line_words.copy(), help_option_names=["-h", "--help"]) as context:
                 command.invoke(context)
@@ -137,16 +149,14 @@ class _TolerantOutput(io.FileIO):
     A closed pipe is not an error: the reader wants no more, as in `| head`.
     """
 
-    def __init__(self, descriptor: int, errors: list[str]):
-        super().__init__(descriptor, "wb", closefd=False)
-        self._errors = errors
+    errors: list[str]
 
     def write(self, content: Any) -> int:
         try:
             return super().write(content)
         except OSError as error:
             if error.errno != errno.EPIPE:
-                self._errors.append(error.strerror or str(error))
+                self.errors.append(error.strerror or str(error))
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self.fileno())  # for threads and libraries that write to it themselves, too
             os.close(nothing)
@@ -156,8 +166,22 @@ class _TolerantOutput(io.FileIO):
 @contextlib.contextmanager
 def _lasting_output() -> Iterator[list[str]]:
     """Make print never raise: output that cannot be written is dropped, the list gets the reason; unknown letters are escaped."""
-    before, errors = (sys.stdout, sys.stderr), list[str]()
-    sys.stdout, sys.stderr = (_lasting(stream, errors) for stream in before)
+    before: tuple[Any, Any] = (sys.stdout, sys.stderr)
+    errors, lasting = list[str](), list[Any]()
+    for stream in before:
+        buffer: Any = getattr(stream, "buffer", None)
+        if stream is None:  # closed by the shell
+            stream = open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")
+        elif type(stream) is io.TextIOWrapper and type(getattr(buffer, "raw", buffer)) is io.FileIO:
+            stream.flush()  # others, set by a program or a notebook, are kept
+            raw = _TolerantOutput(stream.fileno(), "wb", closefd=False)
+            raw.errors = errors
+            buffer = raw if isinstance(buffer, io.FileIO) else io.BufferedWriter(raw)
+            settings: dict[str, Any] = {"encoding": stream.encoding, "errors": "backslashreplace"}
+            settings |= {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            stream = io.TextIOWrapper(buffer, **settings)
+        lasting.append(stream)
+    sys.stdout, sys.stderr = lasting
     try:
         yield errors
     finally:
@@ -165,47 +189,9 @@ def _lasting_output() -> Iterator[list[str]]:
         sys.stdout, sys.stderr = before
 
 
-def _lasting(stream: Any, errors: list[str]) -> Any:
-    """Return a replacement of a standard stream; a stream that a program or a notebook has set is kept."""
-    if stream is None:  # closed by the shell
-        return open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")
-    buffer: Any = getattr(stream, "buffer", None)
-    if type(stream) is not io.TextIOWrapper or type(getattr(buffer, "raw", buffer)) is not io.FileIO:
-        return stream
-    stream.flush()
-    raw = _TolerantOutput(stream.fileno(), errors)
-    return io.TextIOWrapper(
-        raw if isinstance(buffer, io.FileIO) else io.BufferedWriter(raw),  # type: ignore[arg-type]
-        encoding=stream.encoding,
-        errors="backslashreplace",
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
-
-
 def is_main_process() -> bool:
     """Return whether this process prints: rank 0 by the launcher's `RANK`, which is known before torch is set up."""
     return int(os.environ.get("RANK", 0)) == 0
-
-
-def _command_path(command: Any, name: str, line_words: Sequence[str]) -> str:
-    """Return the command's name, followed by the subcommands that the first words name."""
-    for word in line_words:
-        subcommand = command.commands.get(word) if hasattr(command, "get_command") else None
-        if subcommand is None:
-            break
-        command, name = subcommand, f"{name} {word}"
-    return name
-
-
-def _refuse_empty(line_words: Sequence[str]) -> None:
-    """Refuse empty words, which a shell passes for unset variables. As a path, an empty word would be the current folder."""
-    for before, word in zip(["", *line_words], line_words, strict=False):
-        name, equals, value = word.partition("=")
-        if not word or (word.startswith("--") and equals and not value):
-            subject = name if word else before if before.startswith("-") else "an argument"
-            filling = "Fill it in (a shell gives nothing for a variable that is not set), or leave it out."
-            raise CommandExit(WRONG_REQUEST, f"{subject} is ''; expected a value. {filling}")
 
 
 @contextlib.contextmanager
@@ -213,9 +199,8 @@ def _termination_interrupts() -> Iterator[list[int]]:
     """Let SIGTERM raise `KeyboardInterrupt`, unless the process ignores SIGTERM. Yield a list of the signals that arrive."""
     terminations: list[int] = []
     process = os.getpid()
-    is_main_thread = (
-        threading.current_thread() is threading.main_thread()
-    )  # Python handles signals only in the main thread
+    # Python handles signals only in the main thread.
+    is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
         yield terminations
         return

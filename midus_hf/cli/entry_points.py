@@ -4,6 +4,7 @@ The imports of a command take up to a second, so this module imports only fast m
 is called. An interruption during these imports ends with one line too.
 """
 
+import functools
 import importlib
 import signal
 import sys
@@ -23,11 +24,6 @@ COMMANDS = {
 }
 
 
-def upscale() -> int:
-    """Run `upscale`, and return its exit status."""
-    return start("upscale", "upscale", sys.argv[1:])
-
-
 def midus() -> int:
     """Run a command of `midus`, and return its exit status."""
     arguments = sys.argv[1:]
@@ -36,11 +32,14 @@ def midus() -> int:
     return start("midus", "midus", arguments)
 
 
-def start(command: str, module: str, arguments: Sequence[str]) -> int:
-    """Import the module of this package with the `main` of a command, run the command, and return its exit status."""
+def start(command: str, module: str, arguments: Sequence[str] | None = None) -> int:
+    """Import the module of a command, run its `main`, by default with the words of `sys.argv`, and return the exit status."""
     try:
-        main: Callable[[Sequence[str]], int] = importlib.import_module(f"midus_hf.cli.{module}").main
+        main: Callable[[Sequence[str] | None], int] = importlib.import_module(f"midus_hf.cli.{module}").main
         return main(arguments)
     except KeyboardInterrupt:  # before `run_command` catches it, or after
         print(f"{command}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+upscale = functools.partial(start, "upscale", "upscale")

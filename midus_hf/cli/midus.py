@@ -1,7 +1,7 @@
 """The `midus` command itself: its help, its completion by shells, and its message for an unknown command."""
 
 import importlib
-from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -34,6 +34,4 @@ def midus(version: Annotated[bool, flag("--version", "Print the version.")] = Fa
     """Train, evaluate, compare and look into language models that upscale has given memory or depth."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, by default with the words of `sys.argv`, and return the exit status."""
-    return run_command(app, arguments, name="midus")
+main = partial(run_command, app, name="midus")

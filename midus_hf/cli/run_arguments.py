@@ -131,7 +131,16 @@ class RunParser(HfArgumentParser):
             allow_abbrev=False,
             exit_on_error=False,
         )
-        described = _descriptions(arguments_class)
+        described: dict[str, str] = {}  # from our docstrings, in their order, then from the Trainer's classes
+        for kind in arguments_class.__mro__:
+            if kind.__module__.startswith("midus_hf."):
+                arguments = (inspect.getdoc(kind) or "").partition("Args:\n")[2].partition("\n\nRaises:")[0]
+                for entry in re.finditer(r"^    (\w+): (.*(?:\n      +.*)*)", arguments, re.MULTILINE):
+                    described.setdefault(entry.group(1), " ".join(entry.group(2).split()).replace("%", "%%"))
+        for kind in arguments_class.__mro__:
+            for name, field in getattr(kind, "__dataclass_fields__", {}).items():
+                if "help" in field.metadata:
+                    described.setdefault(name, field.metadata["help"])
         short_run = {
             key: "null" if value is None else value for key, value in _short_run_keys(arguments_class).items()
         }
@@ -176,18 +185,3 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         says_default = "Default: " in (action.help or "") or action.const is False
         return action.help if says_default else super()._get_help_string(action)
-
-
-def _descriptions(arguments_class: type) -> dict[str, str]:
-    """Return the description of each key: from our docstrings, in their order, then from the Trainer's classes."""
-    described: dict[str, str] = {}
-    for kind in arguments_class.__mro__:
-        if kind.__module__.startswith("midus_hf."):
-            arguments = (inspect.getdoc(kind) or "").partition("Args:\n")[2].partition("\n\nRaises:")[0]
-            for entry in re.finditer(r"^    (\w+): (.*(?:\n      +.*)*)", arguments, re.MULTILINE):
-                described.setdefault(entry.group(1), " ".join(entry.group(2).split()).replace("%", "%%"))
-    for kind in arguments_class.__mro__:
-        for name, field in getattr(kind, "__dataclass_fields__", {}).items():
-            if "help" in field.metadata:
-                described.setdefault(name, field.metadata["help"])
-    return described

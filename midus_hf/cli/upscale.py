@@ -98,6 +98,7 @@ def run(
     \b
     upscale --base meta-llama/Llama-3.2-1B --method midus-hml --output DIR
     """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # upscale checks the base itself
     if context.invoked_subcommand is not None:
         given = [key for key, value in context.params.items() if value or (key, value) == ("verify", False)]
         if given:
@@ -244,7 +245,4 @@ def shuffle(
     show(shuffle_checkpoint(model, output, seed, overwrite, progress=Console()), json_, print_edit)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, by default with the words of `sys.argv`, and return the exit status."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # upscale checks the base itself
-    return run_command(app, arguments, name="upscale")
+main = partial(run_command, app, name="upscale")

@@ -18,8 +18,7 @@ from midus_hf.compare.plan import BASE, SHUFFLED, Comparison, Run, Variant
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.files.checkpoint_files import TOKENIZER, is_of
-from midus_hf.files.json_text import read_json
+from midus_hf.files.checkpoint_files import TOKENIZER, is_of, read_json
 from midus_hf.files.outputs import write_text
 from midus_hf.files.secrets import for_record
 from midus_hf.sources.names import saved_config

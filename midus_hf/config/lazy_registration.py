@@ -23,16 +23,14 @@ class _Types(dict):
     """Config classes by type, in addition to those of transformers: a type with memory adds its classes when it is looked up."""
 
     def __contains__(self, model_type: object) -> bool:
-        self._bring(model_type)
-        return super().__contains__(model_type)
-
-    def __getitem__(self, model_type: str) -> Any:
-        self._bring(model_type)
-        return super().__getitem__(model_type)
-
-    def _bring(self, model_type: object) -> None:
         if isinstance(model_type, str) and model_type.startswith("midus_") and not super().__contains__(model_type):
             importlib.import_module("midus_hf.models").host_named_type(model_type)
+        return super().__contains__(model_type)
+
+    def __missing__(self, model_type: str) -> Any:
+        if model_type in self:
+            return self[model_type]
+        raise KeyError(model_type)
 
 
 class _Finder:

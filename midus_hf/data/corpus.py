@@ -112,16 +112,11 @@ def read_rows(
     text_column: str | None = None,
     columns: Sequence[str] | None = None,
 ) -> Any:
-    """Return the rows of files, folders and datasets of the Hub, as `read_corpus` reads them, with any columns.
+    """Return the rows of files, folders and datasets of the Hub as `read_corpus` reads and refuses them, with any columns.
 
     Args:
-        key: Key of the arguments that names the sources, for messages.
         text_column: Column that gets the text of text files. Default: None, text files have no rows and are not read.
         columns: Columns of a stream, as in `stream_rows`. Default: None, a `datasets.Dataset`.
-
-    Raises:
-        RequestError: If a source does not exist, cannot be read or has no rows, or lacks the split; or if `datasets`
-            is not installed.
     """
     names = [sources] if isinstance(sources, str) else list(sources)
     if not names or "" in names:
@@ -155,14 +150,8 @@ def stream_rows(
 ) -> "IterableDataset":
     """Return the rows that `read_rows` reads as a stream; `stream_files` identifies its files.
 
-    The file of each row is under `STREAMED_FILE_COLUMN`, unless it is a row of a saved dataset.
-
-    Args:
-        key: Key of the arguments that names the sources, for messages.
-        columns: Columns that are read where rows have them: that of the text, and those of any values.
-
-    Raises:
-        RequestError: As `read_rows` does, and for a slice of a split. What is in files is refused when it is read.
+    Of the columns, that of the text first, those that rows have are read. The file of each row is under `STREAMED_FILE_COLUMN`,
+    unless it is a row of a saved dataset. Slices of splits are refused, and what is in files when it is read.
     """
     if split is not None and "[" in split:
         raise RequestError(
@@ -179,12 +168,7 @@ class DocumentPaths(NamedTuple):
 
 
 def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> DocumentPaths:
-    """Read the paths of texts from a column of their rows, which messages call `label`.
-
-    Raises:
-        RequestError: If the column is missing, a row has no path or one whose length differs from the first row's, or texts name
-            different trees.
-    """
+    """Read the paths of texts, all of one length and one tree, from a column of their rows, which messages call `label`."""
     if path_column not in rows.column_names:
         raise RequestError(
             f"{label} has no column {path_column!r}, only {', '.join(rows.column_names)}; set path_column to the column with the "
@@ -255,7 +239,11 @@ def _read_source(
             f"{subject}; the package datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename the file or the folder."
         )
     is_saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))  # by `save_to_disk`
-    is_declared = not path.exists() or (not is_saved and _declares_data(path))
+    is_declared, card = not path.exists(), path / "README.md"
+    if card.is_file() and not is_saved:  # the card of a dataset repository lists its data files
+        text = card.read_text(encoding="utf-8", errors="replace")
+        head = text[3:].partition("\n---")[0] if text.startswith("---") else ""
+        is_declared = re.search(r"^(configs|dataset_info):", head, re.MULTILINE) is not None
     if name is not None and not is_declared:
         raise RequestError(f"{subject}, which has no configurations, but {name!r} was given; leave the name out.")
     if is_saved:
@@ -341,11 +329,7 @@ def _description(files: Sequence[str | Path]) -> str:
 
 
 def stream_files(rows: "IterableDataset") -> tuple[str, str]:
-    """Return an identity of files, without their folder, and another that changes with any write.
-
-    The first are names and sizes, or addresses with commits. The second has the places and times too; it also differs if the
-    files were copied or moved.
-    """
+    """Return an identity of files by names and sizes, or addresses with commits, and another that changes with any write or move."""
     sources = [json.loads(source) for source in rows.info.description.split("\n\n") if source]
     names = [json.dumps([file[:2] if isinstance(file, list) else file for file in source]) for source in sources]
     return "\n\n".join(dict.fromkeys(names)), json.dumps(sources)
@@ -361,14 +345,6 @@ def convert_read_errors(beginning: str, remedy: str = "") -> Iterator[None]:
         if isinstance(cause, UnicodeDecodeError):
             remedy = save_as_utf8(cause)
         raise RequestError(f"{beginning}, which cannot be read: {reason}{remedy}") from error
-
-
-def _declares_data(folder: Path) -> bool:
-    """Return whether a folder is a dataset repository, whose card lists its data files."""
-    card = folder / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    head = text[3:].partition("\n---")[0] if text.startswith("---") else ""
-    return re.search(r"^(configs|dataset_info):", head, re.MULTILINE) is not None
 
 
 def _read_declared(

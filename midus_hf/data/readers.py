@@ -25,7 +25,7 @@ from datasets.table import array_cast, table_cast
 from pyarrow.parquet import ParquetFile
 
 from midus_hf.config.errors import RequestError
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.checkpoint_files import parse_json
 
 # Change this with any change of the readers, so that the cache of `datasets` does not return older rows.
 VERSION = "midus-4"

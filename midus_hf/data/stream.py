@@ -37,7 +37,7 @@ class StreamedSequences(IterableDataset):
     It is iterated in its own process, not by workers.
 
     Args:
-        texts: Stream of `stream_rows`.
+        texts: Stream of `stream_rows`; first texts that cannot be read or are blank, and texts that fill no sequence, are refused.
         tokenizer: The tokenizer, which has an EOS token.
         sequence_length: T.
         documents_apart: Whether tokens attend only within their text.
@@ -49,11 +49,7 @@ class StreamedSequences(IterableDataset):
         depth: Number of levels of a path that name its leaf. Default: all.
         shuffle_buffer: Number of sequences from which the next is drawn; with 0 they come in order.
         seed: Seed of the draws, or several numbers.
-        rank: Number of this process; `split_dataset_by_node` divides files if all processes get as many, else texts.
-        world_size: Number of processes.
-
-    Raises:
-        RequestError: If the first texts cannot be read or are blank, or all fill no sequence.
+        rank: Number of this process of `world_size`; `split_dataset_by_node` divides files if all get as many, else texts.
     """
 
     def __init__(

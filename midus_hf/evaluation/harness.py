@@ -26,7 +26,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_rows, refuse_pointers
 from midus_hf.evaluation.answers import has_answer, read_numbers
 from midus_hf.evaluation.fetching import PathFinder, fetching
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.checkpoint_files import parse_json
 from midus_hf.sources.progress import only_bars
 from midus_hf.sources.tokenizers import check_ids
 

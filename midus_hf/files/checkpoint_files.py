@@ -1,17 +1,19 @@
-"""The files in a checkpoint's folder, by kind: their names and who writes them, declared in one place.
+"""The files in a checkpoint's folder, by kind: their names and who writes them, declared in one place; and reading of JSON.
 
 A kind is a tuple of patterns of paths relative to the folder, with `/` between their parts, each as `fnmatch` and `Path.glob`
 take it. Hidden names match only patterns that begin with a dot.
 """
 
+import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path, PurePath
+from typing import Any
 
 from midus_hf.config.errors import RequestError, first_few
-from midus_hf.files.json_text import parse_json
 
 Kind = tuple[str, ...]
 
@@ -70,6 +72,30 @@ OF_UPSCALED: Kind = (
     *(*WEIGHTS, *CONFIG, *TRAVELLING, *CODE, *RECORD, *CARD),
     *(TRAINER_STATE, "training_args.bin", RUN_CONFIG, CERTIFICATE, ".gitattributes"),
 )
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file; raise `RequestError`, with the path, if it cannot be read."""
+    try:
+        return parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} is not JSON, or cannot be read ({error}). Repair or download it again.") from None
+
+
+def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:
+    """Return the value of JSON, a text or bytes in UTF-8; a `ValueError` for other text, deep nesting and, if asked, twin keys."""
+    try:
+        return json.loads(text, object_pairs_hook=_each_once if unique_keys else None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    read = dict(pairs)
+    if len(read) < len(pairs):
+        ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"it has the key {key!r} {count} times")
+    return read
 
 
 def is_of(path: str | PurePath, *kinds: Kind) -> bool:

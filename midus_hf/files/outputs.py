@@ -22,8 +22,8 @@ from midus_hf.files.checkpoint_files import (
     indexed_weights,
     is_of,
     named_code,
+    parse_json,
 )
-from midus_hf.files.json_text import parse_json
 
 # Entry of a record that says that the new parts were removed.
 STRIPPED_KEY = "stripped"

@@ -32,29 +32,22 @@ _PLAIN = re.compile(rf"[\d.eE+-]+|true|false|none|null|{HIDDEN}", re.IGNORECASE)
 
 
 def names_secret(key: object) -> bool:
-    """Return whether a key names a secret: it ends in `token`, `key`, `secret` or `password`.
-
-    Keys of special tokens, such as `eos_token` and `image_token`, and of columns and parts, such as `length_key`, name none.
-    """
+    """Return whether a key ends in `token`, `key`, `secret` or `password`, and is none of special tokens, columns and parts."""
     name = str(key)
     return bool(_SECRET.fullmatch(name)) and not _NO_SECRET.fullmatch(name)
 
 
-def without_secrets(value: Any) -> Any:
+def without_secrets(value: Any, is_secret: bool = False) -> Any:
     """Return a value with `<hidden>` in place of each secret, at any depth of mappings and lists.
 
     Secrets are strings under a key that `names_secret`; and within any string, tokens of the Hub (`hf_...`), the user and password of
     an address (`https://USER:PASSWORD@HOST`), and what follows such a key in `key=value` or in a mapping. Numbers, booleans and
-    null are not secrets. Hidden values are not changed.
+    null are not secrets. Hidden values are not changed. `is_secret`: whether the value is one as a whole. Default: False.
     """
-    return _without(value, False)
-
-
-def _without(value: Any, is_secret: bool) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without(inner, is_secret or names_secret(key)) for key, inner in value.items()}
+        return {key: without_secrets(inner, is_secret or names_secret(key)) for key, inner in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_without(inner, is_secret) for inner in value)
+        return type(value)(without_secrets(inner, is_secret) for inner in value)
     if type(value) is not str:
         return value  # enumerations are strings too
     if is_secret and value:

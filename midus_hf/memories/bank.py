@@ -88,7 +88,7 @@ Bank, bank_of = MemoryFiles, register_memory_files  # the names until 1.0
 
 def bank_class(options_class: type[MemoryOptions]) -> type[MemoryFiles] | None:
     """Return the class of a memory's bank, imported from the folder of its options; None for a memory without one."""
-    import_beside(options_class, "bank_files")
+    import_beside(options_class.__module__, "bank_files")
     return next((_BANK_OF[kind] for kind in options_class.__mro__ if kind in _BANK_OF), None)
 
 

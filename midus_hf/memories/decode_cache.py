@@ -74,7 +74,7 @@ def _cache_of(memory: MemoryModule) -> "DecodeCache | None":
     """Return the cache of a memory, kept because code would be recompiled for another object."""
     with _CHANGING:
         if memory.decode_cache is None:
-            import_beside(type(memory.options), "decode_cache")
+            import_beside(type(memory.options).__module__, "decode_cache")
             make = next((CACHES[each] for each in type(memory).__mro__ if each in CACHES), None)
             memory.decode_cache = None if make is None else make(memory)
     return memory.decode_cache

@@ -146,7 +146,7 @@ def _registered(
     table: Mapping[type[MemoryOptions], Callable[..., Any]], options: MemoryOptions
 ) -> Callable[..., Any] | None:
     """Return the function of the nearest class of options that has one; None if none has."""
-    import_beside(type(options), "costs")
+    import_beside(type(options).__module__, "costs")
     return next((table[each] for each in type(options).__mro__ if each in table), None)
 
 

@@ -125,10 +125,6 @@ class InsertedOptions(MemoryOptions):
     #: Whether the block's input is added to the attention output that the memory reads. A subclass may make it an option.
     inner_residual = False
 
-    def read_width(self, sizes: ModelSizes) -> int:
-        """Return the width of the memory's input: D after an output projection, H * d without one."""
-        return sizes.hidden_size if self.output_projection else sizes.num_heads * sizes.head_dim
-
 
 # Attributes of torch's containers of modules. A module in a container cannot have one of these names.
 _WORDS_OF_MODULES = frozenset(

@@ -51,11 +51,8 @@ INSERTED, ATTACHED, TABLES = "memory", "memories", "memory_tables"
 def register_memory(name: str, default_name: str | None = None) -> Callable[[type[Options]], type[Options]]:
     """Return a decorator that registers the options of a type of memory under the `type` that configs name.
 
-    The name is lower case words joined by hyphens; `default_name`, by default equal, names an attached memory in names of tensors.
-
-    Raises:
-        RequestError: If the name has another form or belongs to another class, or if `check_declaration` refuses
-            the class.
+    The name is lower case words joined by hyphens, of no other class; `default_name`, by default equal, names an attached memory in
+    names of tensors. `check_declaration` may refuse the class.
     """
     if not is_name(name) or name != name.lower():
         raise RequestError(
@@ -76,11 +73,7 @@ def register_memory(name: str, default_name: str | None = None) -> Callable[[typ
 
 
 def register_layer(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
-    """Return a decorator that makes a class the layer of a memory, which `layer_class` finds by the memory's options.
-
-    Raises:
-        RequestError: If the options have another layer.
-    """
+    """Return a decorator that makes a class the only layer of a memory, which `layer_class` finds by the memory's options."""
 
     def decorate(cls: Layer) -> Layer:
         taken = vars(options_class).get("layer")
@@ -121,12 +114,12 @@ def layer_class(options: MemoryOptions, attention: str | None = None) -> Any:
     """
     options_class = type(options)
     if attention == "vllm":
-        import_beside(options_class, "layer")
-        import_beside(options_class, "paged")
+        import_beside(options_class.__module__, "layer")
+        import_beside(options_class.__module__, "paged")
         if options_class in _PAGED:
             return _PAGED[options_class]
     if vars(options_class).get("layer") is None:  # a subclass has a separate layer
-        import_beside(options_class, "layer")
+        import_beside(options_class.__module__, "layer")
     if vars(options_class).get("layer") is None:
         raise RequestError(
             f"memory type {options.type!r} has no layer; expected one in the module 'layer' next to {options_class.__name__}, "
@@ -135,25 +128,16 @@ def layer_class(options: MemoryOptions, attention: str | None = None) -> Any:
     return options_class.layer
 
 
-def import_beside(options_class: type[MemoryOptions], name: str) -> None:
-    """Import a module in the folder of the module of options, if there is one."""
-    package = options_class.__module__.rpartition(".")[0]
-    if package:
-        _import_from(package, name)
-
-
 @functools.cache  # each generation asks for decode caches
-def _import_from(package: str, name: str) -> None:
-    if importlib.util.find_spec(f"{package}.{name}") is not None:
+def import_beside(module: str, name: str) -> None:
+    """Import the module `name` in the folder of a module, such as that of options, if there is one."""
+    package = module.rpartition(".")[0]
+    if package and importlib.util.find_spec(f"{package}.{name}") is not None:
         importlib.import_module(f"{package}.{name}")
 
 
 def memory_type(name: Any) -> type[MemoryOptions]:
-    """Return the options class of a type of memory, from this package or offered by another package.
-
-    Raises:
-        RequestError: If no package has the type.
-    """
+    """Return the options class of a type of memory, of this package or of another, or raise `RequestError`."""
     if isinstance(name, str):
         name = _EARLIER_TYPES.get(name, name)
         if name not in MEMORY_TYPES:
@@ -291,37 +275,28 @@ def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> M
         base: SHA-256 of the weights that the model was upscaled from. Default: None, unknown.
 
     Raises:
-        RequestError: If an entry is not a mapping; if a type, site or option is unknown or a value is refused;
-            if layers are missing, repeated, out of range or taken; if a name is taken; or if a memory does not fit the
-            model.
+        RequestError: If a type, site, option, name or layer is wrong or taken, or a memory does not fit the model.
     """
-    memories = Memories(tuple(_read_entry(entry, sizes) for entry in entries or []), sizes, base)
+    read = []
+    for values in entries or []:
+        check_entry(values)
+        options_class, subject = memory_type(values["type"]), f"memory entry of type {values['type']!r}"
+        site = values.get("site", options_class.sites[0])
+        for key in _BITS:
+            if values.get(key) is not None:
+                raise RequestError(
+                    f"{subject} has {key} = {values[key]!r}: its values are integers, no longer read; expected values that train. "
+                    "Load the checkpoint that was rounded, or make it anew."
+                )
+        placing = {"type", "site", "layers", "" if site == "inserted" else "name", "into" if site == "skip" else ""}
+        option_values = {key: value for key, value in values.items() if key not in placing and key not in _BITS}
+        options = read_options(options_class, option_values, subject)
+        name = "" if site == "inserted" else values.get("name", options_class.default_name)
+        check_place(options, values, name, sizes)
+        read.append(MemoryEntry(options, site, tuple(values["layers"]), name, tuple(values.get("into", ()))))
+    memories = Memories(tuple(read), sizes, base)
     check_memories(memories)
     return memories
-
-
-def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
-    check_entry(values)
-    options_class, subject = memory_type(values["type"]), f"memory entry of type {values['type']!r}"
-    site = values.get("site", options_class.sites[0])
-    for key in _BITS:
-        if values.get(key) is not None:
-            raise RequestError(
-                f"{subject} has {key} = {values[key]!r}: its values are integers, no longer read; expected values that train. Load "
-                "the checkpoint that was rounded, or make it anew."
-            )
-    placing = {
-        "type",
-        "site",
-        "layers",
-        *([] if site == "inserted" else ["name"]),
-        *(["into"] if site == "skip" else []),
-    }
-    option_values = {key: value for key, value in values.items() if key not in placing and key not in _BITS}
-    options = read_options(options_class, option_values, subject)
-    name = "" if site == "inserted" else values.get("name", options_class.default_name)
-    check_place(options, values, name, sizes)
-    return MemoryEntry(options, site, tuple(values["layers"]), name, tuple(values.get("into", ())))
 
 
 def check_entry(values: Any) -> None:
@@ -384,7 +359,20 @@ def check_place(options: MemoryOptions, values: Mapping[str, Any], name: Any, si
     """
     type_name, site = options.type, values.get("site", options.sites[0])
     options.check_fit(sizes)
-    layers = _read_layers(type_name, "layers", values, sizes.num_layers)
+    for key, wanted in (
+        ("layers", "the indices of the layers that hold it"),
+        *([("into", "a layer to add after for each of its layers")] if site == "skip" else []),
+    ):
+        if key not in values:
+            raise RequestError(f"memory entry of type {type_name!r} has no {key!r}; expected {wanted}.")
+        if not isinstance(values[key], list | tuple) or any(type(layer) is not int for layer in values[key]):
+            raise RequestError(f"{key} is {values[key]!r}; expected a list of layer indices.")
+        outside = [layer for layer in values[key] if not 0 <= layer < sizes.num_layers]
+        if outside:
+            raise RequestError(
+                f"memory of type {type_name!r} names layer {outside[0]}; expected 0 <= layer < {sizes.num_layers}."
+            )
+    layers, into = tuple(values["layers"]), values.get("into", ()) if site == "skip" else ()
     if list(layers) != sorted(set(layers)):
         raise RequestError(f"layers is {values['layers']}; expected ascending indices, each once.")
     options.check_layers(layers)
@@ -393,27 +381,8 @@ def check_place(options: MemoryOptions, values: Mapping[str, Any], name: Any, si
             f"memory of type {type_name!r} has name = {name!r}; expected words joined by hyphens, and no word of a torch "
             "module."
         )
-    into = _read_layers(type_name, "into", values, sizes.num_layers) if site == "skip" else ()
     if site == "skip" and (len(into) != len(layers) or any(to < at for at, to in zip(layers, into, strict=True))):
         raise RequestError(
             f"memory of type {type_name!r} reads at layers {list(layers)} and adds after {list(into)}; expected for each a layer to "
             "add after, at or after it."
         )
-
-
-def _read_layers(type_name: str, key: str, values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    if key not in values:
-        wanted = {
-            "layers": "the indices of the layers that hold it",
-            "into": "a layer to add after for each of its layers",
-        }
-        raise RequestError(f"memory entry of type {type_name!r} has no {key!r}; expected {wanted[key]}.")
-    layers = values[key]
-    if not isinstance(layers, list | tuple) or any(type(layer) is not int for layer in layers):
-        raise RequestError(f"{key} is {layers!r}; expected a list of layer indices.")
-    outside = [layer for layer in layers if not 0 <= layer < num_layers]
-    if outside:
-        raise RequestError(
-            f"memory of type {type_name!r} names layer {outside[0]}; expected 0 <= layer < {num_layers}."
-        )
-    return tuple(layers)

@@ -121,7 +121,13 @@ class HostMixin:
             RequestError: If a tensor that a memory reads itself is quantised, if tensor or pipeline parallelism is asked for, or if a
                 bank is absent or belongs to another model.
         """
-        _refuse_splitting(kwargs)
+        for name, whole in (("tp_plan", {}), ("tp_size", 1), ("pp_size", 1)):
+            asked = kwargs.get(name) or getattr(kwargs.get("distributed_config"), name, None)
+            if asked not in (None, whole):
+                raise RequestError(
+                    f"{name} is {asked!r}, but a memory reads whole heads, and what other layers carry, so a model with memory is "
+                    "not split by heads or layers; expected none. Load it with device_map, or train it with FSDP."
+                )
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if getattr(model, "hf_quantizer", None) is not None:
@@ -258,7 +264,13 @@ class MemoryModel(HostMixin, HostStack):
             layer: Any = self.layers[index]
             layer.__class__ = next(each for each in hosts if each.family_class is type(layer))
             layer.host(config, index, memories)
-        hosted = {(name, layer): memory for layer, name, memory in self._hosted()}
+        hosted: dict[
+            tuple[str, int], MemoryModule
+        ] = {}  # by the name of the memory, empty for an inserted one, and the layer
+        for index, layer in enumerate(self.layers):
+            hosted |= {(name, index): memory for name, memory in getattr(layer, "memories", {}).items()}
+            if isinstance(getattr(layer, "memory", None), MemoryModule):
+                hosted["", index] = layer.memory
         self._taken_arguments = {name for memory in hosted.values() for name in memory.forward_arguments}
         self.memory_input_names = set(self._taken_arguments)
         needed = dict.fromkeys(service for memory in hosted.values() for service in memory.services)
@@ -326,25 +338,6 @@ class MemoryModel(HostMixin, HostStack):
             for layer, number in number_of_layer.items():
                 holder = self.memory_tables[name][number]
                 yield self.layers[layer].memories[name], {key: holder.declared_tensor(key) for key in holder.declared}
-
-    def _hosted(self) -> Iterator[tuple[int, str, MemoryModule]]:
-        """Yield the layer, the name and the module of each memory; the name of an inserted memory is empty."""
-        for index, layer in enumerate(self.layers):
-            for name, memory in getattr(layer, "memories", {}).items():
-                yield index, name, memory
-            if isinstance(getattr(layer, "memory", None), MemoryModule):
-                yield index, "", layer.memory
-
-
-def _refuse_splitting(options: Keywords) -> None:
-    """Refuse options of `from_pretrained` that split heads or layers over processes."""
-    for name, whole in (("tp_plan", {}), ("tp_size", 1), ("pp_size", 1)):
-        asked = options.get(name) or getattr(options.get("distributed_config"), name, None)
-        if asked not in (None, whole):
-            raise RequestError(
-                f"{name} is {asked!r}, but a memory reads whole heads, and what other layers carry, so a model with memory is not "
-                "split by heads or layers; expected none. Load it with device_map, or train it with FSDP."
-            )
 
 
 def _refuse_quantised_tensors(model: nn.Module) -> None:

@@ -72,18 +72,14 @@ def temporary_hooks() -> Iterator[Callable[[Any], object]]:
 class Part:
     """A part of a model that can be switched off.
 
-    Args:
-        name: Name of the part in tables.
-        kind: `block`: a layer inserted for a memory; `layer`: an inserted ordinary layer; `memory`: an attached memory; `depth`: the
-            reading of the depth by a layer's heads; `bank`: a memory in all layers that share a bank; `all`: all added parts.
-        layers: Indices of the decoder layers.
-        memory: Name of the attached memory; empty for layers. Default: empty.
+    Kinds are `block`, a layer inserted for a memory; `layer`, an inserted ordinary layer; `memory`, an attached memory; `depth`, the
+    reading of the depth by a layer's heads; `bank`, a memory in all layers that share a bank; and `all` added parts.
     """
 
-    name: str
+    name: str  #: in tables
     kind: str
     layers: tuple[int, ...]
-    memory: str = ""
+    memory: str = ""  #: name of the attached memory; empty for layers
 
 
 class ModelView:
@@ -114,11 +110,6 @@ class ModelView:
     def adds_bank(self) -> bool:
         """Whether a memory that was added fetches blocks."""
         return self.banks is not None and not self.banks.layouts.keys().isdisjoint(self.record.new_memories)
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether PEFT has wrapped the model."""
-        return has_adapters(self.model)
 
     @cached_property
     def memories(self) -> Memories:

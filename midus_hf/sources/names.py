@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.errors import RequestError, first_line, save_as_utf8
-from midus_hf.files.json_text import read_json
+from midus_hf.files.checkpoint_files import read_json
 
 _EXPECTED_SOURCES = {
     "config_name": "a file, a folder or a Hub id",
@@ -37,7 +37,18 @@ def check_model_name(key: str, name: str) -> None:
     """Check that a name is that of a saved model: a folder with a config, or an id that the Hub or its local cache has."""
     path = Path(name).expanduser()
     if path.is_dir():
-        _check_folder(key, name, path)
+        if (path / "config.json").is_file():
+            return
+        if (path / "adapter_config.json").is_file():
+            raise RequestError(f"{key} is {name!r}, an adapter of PEFT; expected a whole model. {MERGE_ADAPTER}")
+        ggufs = sorted(path.glob("*.gguf"))
+        if ggufs:
+            raise RequestError(f"{key} is {str(ggufs[0])!r}, {gguf_refusal(ggufs[0])}")
+        # A run that was interrupted leaves checkpoints and no model.
+        checkpoints = [each.parent.name for each in path.glob("checkpoint-*/config.json")]
+        newest = max(checkpoints, key=lambda checkpoint: (len(checkpoint), checkpoint), default=None)
+        remedy = f", such as {newest} in it" if newest else ""
+        raise RequestError(f"{key} is {name!r}, a folder without config.json; expected that of a saved model{remedy}.")
     elif path.suffix == ".gguf":
         raise RequestError(f"{key} is {name!r}, {gguf_refusal(path)}")
     elif path.exists():
@@ -66,38 +77,18 @@ def check_sources(sources: Iterable[tuple[str, str]]) -> None:
         )
         if not may_be_id and not Path(name).expanduser().exists():
             raise RequestError(f"{key} is {name!r}, which does not exist; expected {expected}.")
-        _check_beginning(key, name)
-
-
-def _check_beginning(key: str, name: str) -> None:
-    """Refuse a text file that is empty or not in UTF-8, before libraries that would say so are imported for seconds."""
-    path = Path(name).expanduser()
-    if path.suffix.lower() not in _TEXT_SUFFIXES or not path.is_file() or not os.access(path, os.R_OK):
-        return
-    with path.open("rb") as file:
-        beginning = file.read(_BEGINNING)
-    if not beginning:
-        content = "row" if key == "dataset_name" else "text with a visible character"
-        raise RequestError(f"{key} is {name!r}, which is empty: it has no {content}. Add text to it.")
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(beginning)
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{key} is {name!r}, which cannot be read: {error}{save_as_utf8(error)}") from None
-
-
-def _check_folder(key: str, name: str, folder: Path) -> None:
-    if (folder / "config.json").is_file():
-        return
-    if (folder / "adapter_config.json").is_file():
-        raise RequestError(f"{key} is {name!r}, an adapter of PEFT; expected a whole model. {MERGE_ADAPTER}")
-    ggufs = sorted(folder.glob("*.gguf"))
-    if ggufs:
-        raise RequestError(f"{key} is {str(ggufs[0])!r}, {gguf_refusal(ggufs[0])}")
-    # A run that was interrupted leaves checkpoints and no model.
-    checkpoints = [path.parent.name for path in folder.glob("checkpoint-*/config.json")]
-    newest = max(checkpoints, key=lambda checkpoint: (len(checkpoint), checkpoint), default=None)
-    remedy = f", such as {newest} in it" if newest else ""
-    raise RequestError(f"{key} is {name!r}, a folder without config.json; expected that of a saved model{remedy}.")
+        path = Path(name).expanduser()
+        if path.suffix.lower() not in _TEXT_SUFFIXES or not path.is_file() or not os.access(path, os.R_OK):
+            continue
+        with path.open("rb") as file:  # before libraries that would say so are imported for seconds
+            beginning = file.read(_BEGINNING)
+        if not beginning:
+            content = "row" if key == "dataset_name" else "text with a visible character"
+            raise RequestError(f"{key} is {name!r}, which is empty: it has no {content}. Add text to it.")
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(beginning)
+        except UnicodeDecodeError as error:
+            raise RequestError(f"{key} is {name!r}, which cannot be read: {error}{save_as_utf8(error)}") from None
 
 
 def gguf_refusal(file: Path) -> str:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import TREE_COLUMN
-from midus_hf.files.json_text import read_json
+from midus_hf.files.checkpoint_files import read_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.topics.building import unit_rows
 from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics

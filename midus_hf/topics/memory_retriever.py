@@ -12,8 +12,7 @@ from transformers import AutoModel
 from transformers.utils.hub import cached_file
 
 from midus_hf.config.errors import RequestError, as_request_error
-from midus_hf.files.checkpoint_files import CONFIG, WEIGHTS, refuse_lfs_pointers
-from midus_hf.files.json_text import read_json
+from midus_hf.files.checkpoint_files import CONFIG, WEIGHTS, read_json, refuse_lfs_pointers
 from midus_hf.models.saved_models import check_no_missing_tensors
 from midus_hf.sources.names import usable_device
 from midus_hf.sources.tokenizers import load_tokenizer

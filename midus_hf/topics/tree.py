@@ -14,8 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from midus_hf.config.errors import RequestError, first_line
-from midus_hf.files.checkpoint_files import BANKS_FOLDER, TREE_FILES
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.checkpoint_files import BANKS_FOLDER, TREE_FILES, parse_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.files.secrets import for_record
 

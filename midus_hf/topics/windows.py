@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.errors import RequestError, as_request_error
-from midus_hf.files.json_text import read_json
+from midus_hf.files.checkpoint_files import read_json
 from midus_hf.files.outputs import atomic_write, convert_disk_errors, exclusive
 from midus_hf.sources.tokenizers import load_tokenizer
 from midus_hf.topics.memory_retriever import TextEmbedder

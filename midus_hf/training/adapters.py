@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.config.options import read_options
-from midus_hf.models.view import ModelView
+from midus_hf.models.view import ModelView, has_adapters
 
 # PEFT's type of a task, by the end of the name of the model's class.
 _TASKS = {
@@ -41,7 +41,7 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
         RequestError: If the config of the model records no new layers or memories, or the model is wrapped already.
     """
     view = ModelView(model)
-    if view.has_adapters:
+    if has_adapters(model):
         raise RequestError("the model is wrapped by PEFT already; expected the model that from_pretrained returns.")
     new = view.new_modules
     if not new:

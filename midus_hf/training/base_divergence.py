@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from midus_hf.config.errors import RequestError
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.evaluation.text_rows import evaluating
-from midus_hf.models.view import ModelView, switched_off
+from midus_hf.models.view import ModelView, has_adapters, switched_off
 from midus_hf.training.parallel import shares_parameters
 
 _TOKENS_AT_A_TIME = 256
@@ -68,7 +68,7 @@ def check_base_divergence(trainer: Any) -> None:
             "the processes share parameters, or run DeepSpeed; expected processes that hold whole models. Start the run with "
             "configs/accelerate/ddp.yaml."
         )
-    elif view.has_adapters:
+    elif has_adapters(model):
         # What trains outside of adapters is not switched off with them.
         if any(getattr(config, "bias", "none") != "none" for config in model.peft_config.values()):
             reason = "adapters.bias trains biases of the base; expected none. Leave bias out."
@@ -91,8 +91,7 @@ def check_base_divergence(trainer: Any) -> None:
 @contextlib.contextmanager
 def run_as_base(model: Any) -> Iterator[None]:
     """Let a model compute as its base does within the context: without its adapters, or else without all that upscaling added."""
-    view = ModelView(model)
-    with model.disable_adapter() if view.has_adapters else switched_off(model, view.parts):
+    with model.disable_adapter() if has_adapters(model) else switched_off(model, ModelView(model).parts):
         yield
 
 

@@ -53,7 +53,12 @@ class RunReport(TrainerCallback):
             if self.num_sequences is None:
                 how_often = f"{steps * args.sequences_per_step:,} sequences"
             else:
-                times = _times_read(steps, args, self.num_sequences)
+                # The last step of an epoch may read fewer sequences than the others.
+                batch, count = args.train_batch_size * args.world_size, self.num_sequences
+                batches = max(1, count // batch if args.dataloader_drop_last else math.ceil(count / batch))
+                of_epoch = min(batches * batch, count)
+                epochs, others = divmod(steps, math.ceil(batches / args.gradient_accumulation_steps))
+                times = (epochs * of_epoch + min(others * args.sequences_per_step, of_epoch)) / count
                 often = "once" if times == 1 else f"{times:.3g} times"
                 how_often = f"{often} each" if times >= 1 else f"{times:.0%} of the sequences"
             print(f"{self.reads}; {steps:,} step{'s' * (steps != 1)} ({how_often})", flush=True)
@@ -90,25 +95,15 @@ class RunReport(TrainerCallback):
         self._evaluation = None
 
 
-def _times_read(steps: int, arguments: Any, num_sequences: int) -> float:
-    """Return how often steps read each of some sequences. The last step of an epoch may read fewer sequences than the others."""
-    batch = arguments.train_batch_size * arguments.world_size
-    batches = max(1, num_sequences // batch if arguments.dataloader_drop_last else math.ceil(num_sequences / batch))
-    of_epoch = min(batches * batch, num_sequences)
-    epochs, others = divmod(steps, math.ceil(batches / arguments.gradient_accumulation_steps))
-    return (epochs * of_epoch + min(others * arguments.sequences_per_step, of_epoch)) / num_sequences
-
-
 class BusyCoresNote(TrainerCallback):
     """Notes once that other programs use the cores, so that threads wait for each other, with the remedy.
 
     A process that waits for a GPU or for other processes, or has one thread, is not compared with its processor time.
     """
 
-    def __init__(self) -> None:
-        self._is_noted = False
-        self._began = (0.0, 0.0)  # a step: the time, and the processor time of all threads
-        self._seconds = self._processor_seconds = 0.0
+    _is_noted = False
+    _began = (0.0, 0.0)  # a step: the time, and the processor time of all threads
+    _seconds = _processor_seconds = 0.0
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._began = time.monotonic(), time.process_time()

@@ -15,7 +15,7 @@ from midus_hf.config.declared_tensors import Role, TrainedRole
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hierarchical.training import BLOCKS_GROUP, model_banks
 from midus_hf.memories.module import DeclaredModule
-from midus_hf.models.view import ModelView
+from midus_hf.models.view import ModelView, has_adapters
 from midus_hf.training.arguments import Trainable
 from midus_hf.training.keys import Rates
 
@@ -124,7 +124,7 @@ def set_trainable(
     """
     view = model if isinstance(model, ModelView) else ModelView(model)
     kind = view.model.config.model_type
-    if view.has_adapters:
+    if has_adapters(view.model):
         raise RequestError(
             f"this {kind} model is wrapped by PEFT, which decides what is trained; expected the model itself. Set it in the config "
             "instead: get_peft_model(model, lora_config(model))."

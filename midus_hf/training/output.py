@@ -80,7 +80,20 @@ def in_main_process(arguments: Any, work: Callable[[], Result]) -> Result:
 
 def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
     output, resume = Path(arguments.output_dir), arguments.resume_from_checkpoint
-    _check_folder(output, arguments)
+    if output.exists() and not output.is_dir():
+        raise RequestError(f"output_dir is {str(output)!r}, a file; expected a folder.")
+    ancestor = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+        raise RequestError(
+            f"output_dir is {str(output)!r}, but {str(ancestor)!r} is not a folder to write in; choose another."
+        )
+    for key, source in arguments.sources():
+        if Path(source).exists():  # other names are ids of models or datasets
+            for outer, inner, verb in ((output, Path(source), "holds"), (Path(source), output, "lies in")):
+                if inner.resolve().is_relative_to(outer.resolve()):
+                    raise RequestError(
+                        f"output_dir is {str(output)!r}, which {verb} the {key} {source!r}; choose another folder."
+                    )
     busy = f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
     with contextlib.ExitStack() as opening:
         opening.enter_context(exclusive(output, RequestError(busy)))
@@ -100,24 +113,6 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
             partial.write_text(write_yaml(record), encoding="utf-8")
         opened.push(opening.pop_all())
     return checkpoint
-
-
-def _check_folder(output: Path, arguments: Any) -> None:
-    """Refuse an output that cannot be written, contains an input of the run, or is inside one."""
-    if output.exists() and not output.is_dir():
-        raise RequestError(f"output_dir is {str(output)!r}, a file; expected a folder.")
-    ancestor = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
-    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
-        raise RequestError(
-            f"output_dir is {str(output)!r}, but {str(ancestor)!r} is not a folder to write in; choose another."
-        )
-    for key, source in arguments.sources():
-        if Path(source).exists():  # other names are ids of models or datasets
-            for outer, inner, verb in ((output, Path(source), "holds"), (Path(source), output, "lies in")):
-                if inner.resolve().is_relative_to(outer.resolve()):
-                    raise RequestError(
-                        f"output_dir is {str(output)!r}, which {verb} the {key} {source!r}; choose another folder."
-                    )
 
 
 def _remove_unused_output(output: Path) -> None:
@@ -271,26 +266,10 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
     """Append the section "Trained with" to a model card: steps, losses, held-out texts before and after, and keys."""
     losses = [event["loss"] for event in state.log_history if "loss" in event]
     final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
-    section = f"""
-
-## Trained with
-
-| steps | tokens | final loss |
-|---|---|---|
-| {state.global_step:,} | {int(state.num_input_tokens_seen):,} | {final_loss} |
-{_held_out(arguments, state)}
-```yaml
-{write_yaml(_shared(arguments.recorded()))}```
-"""
-    return card.rstrip() + section.encode()
-
-
-def _held_out(arguments: Any, state: TrainerState) -> str:
-    """Return a table of held-out losses before the first step and of the saved model; empty if there are none."""
     best = state.best_model_checkpoint if arguments.load_best_model_at_end else None
     # The best step may have no checkpoint.
     saved = state.global_step if best is None else int(Path(best).name.rpartition("-")[2])
-    rows = []
+    rows = []  # of held-out losses before the first step and of the saved model
     for name in arguments.eval_texts:
         measured = f"eval_{name}_" if name else "eval_"
         by_step = {event["step"]: event for event in state.log_history if f"{measured}loss" in event}
@@ -301,8 +280,19 @@ def _held_out(arguments: Any, state: TrainerState) -> str:
         ]
         if by_step.keys() & {0, saved}:
             rows.append(f"| {name or 'held out'} | {' | '.join(numbers)} |\n")
-    head = "| text | loss before training | after | perplexity before | after |\n|---|---|---|---|---|\n"
-    return f"\n{head}{''.join(rows)}" if rows else ""
+    head = "\n| text | loss before training | after | perplexity before | after |\n|---|---|---|---|---|\n"
+    section = f"""
+
+## Trained with
+
+| steps | tokens | final loss |
+|---|---|---|
+| {state.global_step:,} | {int(state.num_input_tokens_seen):,} | {final_loss} |
+{head + "".join(rows) if rows else ""}
+```yaml
+{write_yaml(_shared(arguments.recorded()))}```
+"""
+    return card.rstrip() + section.encode()
 
 
 def _shared(value: Any) -> Any:

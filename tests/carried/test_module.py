@@ -22,8 +22,7 @@ from tiny import tiny_model
 
 import midus_hf
 from midus_hf.carried import standins
-from midus_hf.carried.module import reference_modules, write_code
-from midus_hf.carried.sources import Source, defined
+from midus_hf.carried.module import Source, defined, reference_modules, write_code
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.registry import MEMORY_TYPES, layer_class
 from midus_hf.version import __version__

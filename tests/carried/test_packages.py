@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from midus_hf.carried.module import Closure
-from midus_hf.carried.sources import Name
+from midus_hf.carried.module import Closure, Name
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from midus_hf.files.checkpoint_files import (
     indexed_weights,
     is_of,
     named_code,
+    read_json,
     refuse_lfs_pointers,
 )
-from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import foreign_files
 from midus_hf.memories.bank import bank_patterns
 

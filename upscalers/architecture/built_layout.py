@@ -63,15 +63,7 @@ _SEED, _ROWS = 0, 4
 
 
 def model_on_meta(native: Config, classes: Mapping[Any, Any]) -> Any:
-    """Return the model that transformers builds from a config, on the meta device.
-
-    Args:
-        native: Content of a `config.json`, of a type that transformers knows.
-        classes: Class of the model by the class of its config.
-
-    Raises:
-        RequestError: If transformers cannot build the model.
-    """
+    """Return the model of a config, of a type that transformers knows, on the meta device; `classes` are by classes of configs."""
     try:
         config = _resolve_config(native)
         with torch.device("meta"):
@@ -146,10 +138,8 @@ def _implied_types(native: Config, types: list[str] | None) -> list[str] | None:
 def layer_settings(layer: nn.Module, num_shared_layers: int = 0) -> Settings:
     """Return the attributes of a layer's modules that are numbers, names, truth values or lists of these.
 
-    Args:
-        layer: A layer of the model.
-        num_shared_layers: Number of layers that reuse keys and values of earlier layers. If there are none, the marks of the layers
-            that would be reused are ignored, which Transformers 5.24 sets all the same. Default: 0.
+    If no layers (`num_shared_layers`) reuse keys and values of earlier ones, the marks of layers that would be reused are ignored,
+    which Transformers 5.24 sets all the same.
     """
     idle = () if num_shared_layers else (GIVES_KEYS,)
     return {
@@ -166,22 +156,14 @@ def _is_plain(value: Any) -> bool:
 
 @dataclass
 class LayerRoles:
-    """Purposes of the modules of a decoder layer.
+    """Purposes of the modules of a decoder layer, by names within the layer; offsets and parts are as in `LayerTensor`."""
 
-    Args:
-        modules: Role of each module whose role is known, by its name within the layer. The role is also that of the modules
-            within, unless these have their own.
-        offsets: What a norm's weight is added to before it multiplies, by the name of the weight within the layer; None if that
-            could not be determined.
-        parts: Roles of the projections whose rows a linear module stacks, each with its number of rows, by the name of the
-            module within the layer; empty if they are stacked in an unknown order.
-        has_experts: Whether a feed-forward network of the layer is a mixture of experts.
-    """
-
-    modules: dict[str, str]
-    offsets: dict[str, float | None] = field(default_factory=dict)
-    parts: dict[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    has_experts: bool = False
+    modules: dict[str, str]  # roles, also of the modules within, unless these have their own
+    offsets: dict[str, float | None] = field(default_factory=dict)  # of weights of norms
+    parts: dict[str, tuple[tuple[str, int], ...]] = field(
+        default_factory=dict
+    )  # of linear modules that stack projections
+    has_experts: bool = False  # whether a feed-forward network is a mixture of experts
 
     def role(self, name: str) -> str:
         """Return the role of a tensor by its name within the layer; `"base"` if the role is unknown."""

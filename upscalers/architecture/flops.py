@@ -14,12 +14,7 @@ _SCALE_EMBEDDINGS = ("gemma2", "gemma3_text")
 
 
 def count_flops(config: dict[str, Any], tokens: int, batch: int = 1) -> ModelFlops:
-    """Count the floating-point operations of a model for one batch.
-
-    Args:
-        config: The raw `config.json`.
-        tokens: T, tokens per sequence.
-        batch: B, sequences in the batch. Default: 1.
+    """Count the floating-point operations of a raw config's model for one batch, default 1, of sequences of `tokens` tokens.
 
     Raises:
         RequestError: If the type has parts that are not counted, or if the config, tokens or batch are invalid.

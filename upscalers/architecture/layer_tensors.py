@@ -69,45 +69,31 @@ _DEQUANTISING = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 
 @dataclass(frozen=True)
 class LayerTensor:
-    """One tensor of a layer.
+    """One tensor of a layer, with its role.
 
-    Args:
-        role: What the tensor does: `query`, `key`, `value`, `output_projection`, `query_norm`, `key_norm`, `gate`, `up`,
-            `down`; `attention`, other tensors of attention, such as sinks; the norms before attention and feed-forward
-            network, `attention_norm` and `mlp_norm`; the norms after them, `attention_output_norm` and
-            `mlp_output_norm`; `per_layer_projection` and `per_layer_output_norm`, which write the layer's
-            per-layer embeddings to the residual stream; `layer_scalar`, a number that the layer's output is multiplied
-            by; `memory`; `buffer`, not a parameter; or `base`, whose purpose is unknown.
-        shape: Shape that `config.json` implies.
-        offset: Number that the tensor's values are added to before they multiply: 1 for a norm that multiplies by
-            1 + weight. None for a norm for which this could not be determined. Default: 0.
-        parts: Roles of the projections whose rows are stacked in the tensor, each with its number of rows, in order; empty if
-            they are stacked in an unknown order. Default: None, the tensor belongs to one projection.
+    Roles are `query`, `key`, `value`, `output_projection`, `query_norm`, `key_norm`, `gate`, `up`, `down`; `attention`, other tensors
+    of attention, such as sinks; the norms before attention and feed-forward network, `attention_norm` and `mlp_norm`, and after them,
+    `attention_output_norm` and `mlp_output_norm`; `per_layer_projection` and `per_layer_output_norm`, which write the layer's
+    per-layer embeddings to the residual stream; `layer_scalar`, which multiplies the layer's output; `memory`; `buffer`, not a
+    parameter; or `base`, whose purpose is unknown.
     """
 
     role: str
-    shape: Shape
-    offset: float | None = 0.0
+    shape: Shape  # by the config
+    offset: float | None = 0.0  # added to a norm's weight, 0 or 1, before it multiplies; None if it is not known
+    # Roles and numbers of rows of stacked projections, in order, or empty if that is unknown; None for one projection.
     parts: tuple[tuple[str, int], ...] | None = None
 
 
 @dataclass(frozen=True)
 class Projection:
-    """The weight or the bias of one projection: a tensor of a layer, or some of its rows.
-
-    Args:
-        role: Role of the projection.
-        name: Name of the tensor within the layer.
-        shape: Shape of the projection's part of the tensor.
-        first_row: First row of the part. Default: 0.
-        is_part: Whether the tensor has rows of other projections as well. Default: False.
-    """
+    """The weight or the bias of one projection: a tensor of a layer, or some of its rows."""
 
     role: str
-    name: str
-    shape: Shape
+    name: str  # of the tensor, within the layer
+    shape: Shape  # of the projection's part of the tensor
     first_row: int = 0
-    is_part: bool = False
+    is_part: bool = False  # whether the tensor has rows of other projections as well
 
     @property
     def key(self) -> str:
@@ -136,48 +122,28 @@ def roles_of(tensors: Mapping[str, LayerTensor]) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Layers, tensors and memories of a model, by its config. Must not be modified.
+    """Layers, tensors and memories of a model, by its config. Must not be modified."""
 
-    Args:
-        sizes: Sizes that memories are built for.
-        values: Values of the config as transformers resolved it, by key.
-        backbone_layers: Roles and shapes of each layer's tensors without memories, by their name within the layer.
-        outer: Shapes of the tensors outside the layers, by full name, including tables that layers share.
-        tied: Shapes, by full name, of tensors that a checkpoint may hold although they only repeat others.
-        layer_types: Type of each layer, listed in the config or implied by the family; None if there are no types.
-        implied_types: The types that the family implies from the index of a layer; None if it implies none.
-        per_layer_values: Values that describe single layers and that the config leaves out or may leave out, by key.
-        layer_kinds: What the config says of each layer, such as its attention type; None if the config says nothing.
-        norms_behind: Whether a norm follows the attention and the feed-forward network of each layer.
-        num_leading_layers: Number of leading layers whose keys and values no later layer reuses. A new layer among or
-            directly after these does not change which layer gives its keys and values to others.
-        expert_layers: Indices of the layers whose feed-forward network is a mixture of experts.
-        buffers: Full names of the tensors in a checkpoint that are not parameters.
-        is_converted: Whether transformers converts tensors of the model when it loads a checkpoint.
-        settings: Attributes of the modules of each layer that are not tensors.
-        memories: Memories that the config lists. Default: none.
-        integers: Dtype of each tensor that a memory stores as integers, by full name. Default: none.
-        layers: Roles and shapes of each layer's tensors, memories' included, by their name within the layer. Default: none.
-    """
-
-    sizes: ModelSizes
-    values: Config
-    backbone_layers: list[dict[str, LayerTensor]]
-    outer: dict[str, Shape]
-    tied: dict[str, Shape]
-    layer_types: list[str] | None
-    implied_types: list[str] | None
-    per_layer_values: Config
-    layer_kinds: list[str] | None
-    norms_behind: bool
+    sizes: ModelSizes  # that memories are built for
+    values: Config  # as transformers resolved the config
+    backbone_layers: list[dict[str, LayerTensor]]  # tensors of each layer without memories, by name within the layer
+    outer: dict[str, Shape]  # of tensors outside the layers, tables that layers share included, by full name
+    tied: dict[str, Shape]  # of tensors that a checkpoint may hold although they only repeat others
+    layer_types: list[str] | None  # listed in the config or implied by the family
+    implied_types: list[str] | None  # by the family, from the index of a layer
+    per_layer_values: Config  # values that describe single layers and that the config leaves out or may leave out
+    layer_kinds: list[str] | None  # what the config says of each layer, such as its attention type
+    norms_behind: bool  # whether a norm follows the attention and the feed-forward network of each layer
+    # Number of leading layers whose keys and values no later layer reuses. A new layer among or directly after these does not change
+    # which layer gives its keys and values to others.
     num_leading_layers: int
-    expert_layers: frozenset[int]
-    buffers: frozenset[str]
-    is_converted: bool
-    settings: tuple[Settings, ...]
+    expert_layers: frozenset[int]  # whose feed-forward network is a mixture of experts
+    buffers: frozenset[str]  # full names of tensors in a checkpoint that are not parameters
+    is_converted: bool  # whether transformers converts tensors when it loads a checkpoint
+    settings: tuple[Settings, ...]  # attributes of the modules of each layer that are not tensors
     memories: Memories = NO_MEMORIES
-    integers: dict[str, str] = field(default_factory=dict)
-    layers: list[dict[str, LayerTensor]] = field(default_factory=list)
+    integers: dict[str, str] = field(default_factory=dict)  # dtype of each tensor that a memory stores as integers
+    layers: list[dict[str, LayerTensor]] = field(default_factory=list)  # tensors of each layer, memories' included
 
 
 def kept_roles(options: InsertedOptions) -> frozenset[str]:
@@ -186,16 +152,9 @@ def kept_roles(options: InsertedOptions) -> frozenset[str]:
 
 
 def check_list(key: str, values: list[Any], num_layers: int, path: str | None = None) -> None:
-    """Check that a list which describes single layers fits the number of layers; other lists are ignored.
+    """Refuse a list without one value per layer, or with a layer that the model lacks; other lists than per-layer ones are ignored.
 
-    Args:
-        key: Name of the list.
-        values: The list.
-        num_layers: L, the number of layers.
-        path: Path that leads to the list from the top of the config. Default: the name.
-
-    Raises:
-        RequestError: If there is not one value per layer, or a layer that the model does not have.
+    `path` leads to the list from the top of the config; by default it is the key.
     """
     path = path or key
     if key in PER_LAYER_KEYS and len(values) != num_layers:
@@ -221,11 +180,7 @@ def check_lists(config: Mapping[str, Any]) -> None:
 
 
 def family_of(config: Config) -> ModelType:
-    """Return the type of the model that a config describes, whether or not the model already hosts memory.
-
-    Raises:
-        RequestError: If the type cannot host memory or was not proven, or the model is quantised or has custom code.
-    """
+    """Return the type of a config's model, with or without memory; refuse types not proven, quantised models and custom code."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise RequestError(

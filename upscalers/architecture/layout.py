@@ -29,7 +29,6 @@ from upscalers.architecture.layer_tensors import (
     LayerTensor,
     Layout,
     Settings,
-    Shape,
     kept_roles,
 )
 
@@ -55,12 +54,7 @@ _DTYPES = (None, "float32", "float16", "bfloat16")
 
 
 def layout_of(config: Config) -> Layout:
-    """Return the layout of a model by its raw config, with its memories.
-
-    Raises:
-        RequestError: If a size is missing or wrong, if transformers cannot build the model, or if the `memory` list is malformed or
-            does not fit the model.
-    """
+    """Return the layout of a model by its raw config, with its memories; refuse wrong sizes and memories that do not fit."""
     native = {key: value for key, value in config.items() if key not in NOT_OF_BACKBONE}
     native["model_type"] = str(config["model_type"]).removeprefix(MEMORY_PREFIX)
     backbone = _backbone(json.dumps(native, sort_keys=True))
@@ -104,7 +98,24 @@ def layout_of(config: Config) -> Layout:
 def _backbone(content: str) -> Layout:
     """Return the layout of a model without memories, by its config in JSON."""
     native = json.loads(content)
-    _check_values(native)
+    for key in (*_NEEDED, *_POSITIVE, "intermediate_size"):
+        value = native.get(key)
+        is_list = key == "intermediate_size" and isinstance(value, list) and value  # one per layer
+        if (key in _NEEDED or value is not None) and not is_list and (type(value) is not int or value < 1):
+            raise RequestError(
+                f"config has {key} = {value!r}; expected a positive integer. Repair config.json of the base."
+            )
+    types, known = native.get("layer_types"), ("full_attention", "sliding_attention")
+    if types is not None and not (isinstance(types, list) and all(isinstance(each, str) for each in types)):
+        raise RequestError(
+            f"config.json has layer_types = {types!r}; expected a list of names, one per layer. Repair the base checkpoint."
+        )
+    unknown = next((each for each in types or () if each not in known), None)
+    if native["model_type"] in MAIN_TYPES and unknown is not None:
+        raise RequestError(
+            f"config.json lists {unknown!r} in layer_types; expected {' or '.join(known)} in a {native['model_type']} model. "
+            "Repair the base checkpoint."
+        )
     described = known_layout(native)
     if described is None:
         from upscalers.architecture.built_layout import read_layout
@@ -155,44 +166,13 @@ def layout_from(native: Config, config: Any, layers: list[dict[str, LayerTensor]
     )
 
 
-def _check_values(native: Config) -> None:
-    """Refuse sizes that are not positive integers, and types of layers that are not a list of known names."""
-    for key in (*_NEEDED, *_POSITIVE, "intermediate_size"):
-        value = native.get(key)
-        is_list = key == "intermediate_size" and isinstance(value, list) and value  # one per layer
-        if (key in _NEEDED or value is not None) and not is_list and (type(value) is not int or value < 1):
-            raise RequestError(
-                f"config has {key} = {value!r}; expected a positive integer. Repair config.json of the base."
-            )
-    types = native.get("layer_types")
-    if types is None:
-        return
-    if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
-        raise RequestError(
-            f"config.json has layer_types = {types!r}; expected a list of names, one per layer. Repair the base checkpoint."
-        )
-    known = ("full_attention", "sliding_attention")
-    unknown = next((each for each in types if each not in known), None)
-    if native["model_type"] in MAIN_TYPES and unknown is not None:
-        raise RequestError(
-            f"config.json lists {unknown!r} in layer_types; expected {' or '.join(known)} in a {native['model_type']} model. "
-            "Repair the base checkpoint."
-        )
-
-
 def find_changed_setting(
     before: Sequence[Settings], after: Sequence[Settings], sources: Sequence[int], new_layers: Collection[int] = ()
 ) -> str | None:
-    """Return which layer has another setting than its source, and which, as text; None if none has.
+    """Return which layer of a new model has another setting than its source in the base, and which, as text; None if none has.
 
     The index of a layer and the number of layers are expected to differ, and are not compared. A new layer need not give its keys
     and values to later layers as its source does.
-
-    Args:
-        before: Settings of each layer of the base.
-        after: Settings of each layer of the new model.
-        sources: Layer of the base that each layer of the new model is made from.
-        new_layers: Indices of the new layers. Default: none.
     """
     for index, source in enumerate(sources):
         for name in sorted(before[source].keys() | after[index].keys()):
@@ -225,28 +205,33 @@ def known_layout(native: Config) -> dict[str, Any] | None:
     num_layers, heads, d = values["num_hidden_layers"], values["num_attention_heads"], values["head_dim"]
     if d % 2 or heads % values["num_key_value_heads"]:
         return None
-    implied = _implied_types(values)
+    sliding = None
+    if "max_window_layers" in values and values["model_type"].startswith("qwen"):
+        slides = values["use_sliding_window"] and values["sliding_window"] is not None
+        sliding = [slides and layer >= values["max_window_layers"] for layer in range(num_layers)]
+    elif (period := _PERIODS.get(values["model_type"])) is not None:
+        if values["model_type"] == "gemma3_text":
+            period = values.get(_PERIOD_KEY, period)
+        sliding = [(layer + 1) % period > 0 for layer in range(num_layers)]
+    implied = sliding and ["sliding_attention" if slides else "full_attention" for slides in sliding]
     if values.get(_TYPES) is None:
         values[_TYPES] = implied
     types = values[_TYPES]
     if types is not None and len(types) != num_layers:
         return None
     sizes = {**values, "queries": heads * d, "keys": values["num_key_value_heads"] * d}
-
-    def shape(dimensions: list[str]) -> Shape:
-        return tuple(sizes[dimension] for dimension in dimensions)
-
     layer = {
-        name: LayerTensor(role, shape(dimensions), offset)
+        name: LayerTensor(role, tuple(sizes[each] for each in dimensions), offset)
         for name, (role, dimensions, offset, condition) in row["layer"].items()
         if condition is None or values[condition]
     }
-    tied = {name: shape(row["outer"][name]) for name in row["tied"] if values["tie_word_embeddings"]}
+    outer = {name: tuple(sizes[each] for each in dimensions) for name, dimensions in row["outer"].items()}
+    tied = {name: outer.pop(name) for name in row["tied"] if values["tie_word_embeddings"]}
     return {
         "config": SimpleNamespace(**values),
         "layers": [layer] * num_layers,
         "implied_types": implied,
-        "outer": {name: shape(dimensions) for name, dimensions in row["outer"].items() if name not in tied},
+        "outer": outer,
         "tied": tied,
         # Nothing else changes what a layer computes.
         "settings": tuple({_TYPES: each} for each in types or [""] * num_layers),
@@ -289,19 +274,3 @@ def _is_usual(native: Config, values: Config, kinds: dict[str, list[str]]) -> bo
         and all(native.get(key) in _DTYPES for key in ("dtype", "torch_dtype"))
         and all(type(number) in (int, float) and number > 0 for number in numbers)
     )
-
-
-def _implied_types(values: Config) -> list[str] | None:
-    """Return the types of layers if a config lists none; None if the family has no types."""
-    if "max_window_layers" in values and values["model_type"].startswith("qwen"):
-        slides = values["use_sliding_window"] and values["sliding_window"] is not None
-        first = values["max_window_layers"] if slides else values["num_hidden_layers"]
-        sliding = [layer >= first for layer in range(values["num_hidden_layers"])]
-    elif values["model_type"] in _PERIODS:
-        period = _PERIODS[values["model_type"]]
-        if values["model_type"] == "gemma3_text":
-            period = values.get(_PERIOD_KEY, period)
-        sliding = [(layer + 1) % period > 0 for layer in range(values["num_hidden_layers"])]
-    else:
-        return None
-    return ["sliding_attention" if slides else "full_attention" for slides in sliding]

@@ -10,8 +10,7 @@ from pathlib import Path
 from midus_hf.anatomy.record import LANGUAGE_KEY
 from midus_hf.anatomy.types import ModelType
 from midus_hf.config.errors import RequestError, first_few
-from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
-from midus_hf.files.json_text import read_json
+from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE, read_json
 from midus_hf.files.outputs import write_text
 from midus_hf.sources.names import MERGE_ADAPTER, gguf_refusal
 from upscalers.architecture.layer_tensors import Config, Layout, Shape, check_lists, check_readable, family_of
@@ -164,14 +163,9 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
-    """Open a checkpoint's folder, and check that it is complete and can be upscaled.
+    """Open a checkpoint's folder; refuse it if something is missing, does not belong together, or cannot be upscaled.
 
-    Args:
-        folder: The folder.
-        needs_weights: Whether weights are needed; without any, tensors are planned from the config. Default: True.
-
-    Raises:
-        RequestError: If something is missing, does not belong together, or cannot be upscaled.
+    `needs_weights`: whether weights are needed; without any, tensors are planned from the config. Default: True.
     """
     config, composite = read_config(folder), None
     if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
@@ -214,11 +208,8 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
             "lack; expected a language model. Upscale the language model, and load the result with "
             "AutoModelForSequenceClassification or a similar class."
         )
-    prefix, integers, tied_head = (
-        _PREFIX if any(name.startswith(_PREFIX) for name in stored) else "",
-        layout.integers,
-        None,
-    )
+    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in stored) else ""
+    integers, tied_head = layout.integers, None
     if not prefix:
         expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
         integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from midus_hf.config.errors import RequestError
-from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE, parse_json
 from upscalers.request import one_line
 
 if TYPE_CHECKING:

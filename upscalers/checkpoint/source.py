@@ -51,22 +51,16 @@ class Source:
         return self.name if self.revision is not None else Path(self.name).expanduser().resolve().name
 
 
-def name_and_revision(base: str) -> tuple[str, str | None]:
-    """Return the name of a base, a folder or hub id, and its revision after `@` or None."""
-    name, at, revision = base.partition("@")
-    if not at or Path(base).expanduser().exists():
-        return base, None
-    if not revision or Path(name).expanduser().exists():
-        raise RequestError(
-            f"{base!r} has no revision after '@', or is local, where there are none; expected a hub id with a branch, tag or commit."
-        )
-    return name, revision
-
-
 @contextlib.contextmanager
 def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
     """Make a base (a folder, `config.json` or hub id with optional `@revision`) available in a folder."""
-    name, revision = name_and_revision(base)
+    name, at, after = base.partition("@")
+    if not at or Path(base).expanduser().exists():
+        name, after = base, ""
+    elif not after or Path(name).expanduser().exists():
+        raise RequestError(
+            f"{base!r} has no revision after '@', or is local, where there are none; expected a hub id with a branch, tag or commit."
+        )
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         raise RequestError(f"{name!r} is {gguf_refusal(path)}")
@@ -83,7 +77,7 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
             f"{name!r} is a file; expected a folder, a config.json or a hub id. Give the folder of the checkpoint."
         )
     elif _HUB_ID.match(name):
-        folder = _download(name, revision, config_only)
+        folder = _download(name, after or None, config_only)
         yield Source(name, folder, revision=folder.name)
     else:
         raise RequestError(f"{name!r} is neither a folder nor a hub id; expected one of them.")
@@ -220,18 +214,6 @@ def push_folder(folder: Path, repository: str) -> str:
 
     commit = HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload upscaled checkpoint")
     return str(commit.commit_url)
-
-
-def copy_banks(source: Path, folder: Path, banks: Mapping[str, MemoryFiles]) -> None:
-    """Copy banks from the checkpoint `source` to another folder."""
-    for bank in banks.values():
-        bank.copy(source, folder)
-
-
-def tie_banks(folder: Path, banks: Mapping[str, MemoryFiles]) -> None:
-    """Write the layers and the base of the model into the banks in its checkpoint's folder."""
-    for bank in banks.values():
-        bank.bind_to_base(folder)
 
 
 def total_bank_bytes(folder: Path, banks: Mapping[str, MemoryFiles]) -> int:

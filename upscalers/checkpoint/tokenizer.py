@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.errors import first_line
-from midus_hf.files.json_text import read_json
+from midus_hf.files.checkpoint_files import read_json
 from upscalers.checkpoint.source import Source
 from upscalers.request import Progress, VerificationError
 

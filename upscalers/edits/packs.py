@@ -15,7 +15,7 @@ from midus_hf.files.outputs import exclusive, write_text
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.packs.options import PacksOptions, has_glossary
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config, write_config
-from upscalers.checkpoint.source import copy_banks, fetch_files, resolve_source
+from upscalers.checkpoint.source import fetch_files, resolve_source
 from upscalers.edits.banks import datasets_cache
 from upscalers.edits.checkpoint_edit import EditRequest, copied_for_edit, remove_results
 from upscalers.methods.engram import recorded_name, tokenizer_of, vocabulary_of
@@ -174,7 +174,8 @@ def _edit(
         else:
             output = Path(os.path.realpath(Path(request.output).expanduser()))
             with copied_for_edit(opened, request) as partial:
-                copy_banks(source, partial, banks_of(memories))
+                for bank in banks_of(memories).values():
+                    bank.copy(source, partial)
                 write_glossary(partial, glossary)
                 if protect is not None or was_protected:
                     _record_protected(partial, protect)

@@ -34,11 +34,7 @@ class HostedMemoryMethod(Method):
         """Return the sites for the memory, the default first, each with the memory's type."""
 
     def check_proven(self, row: ModelType, site: SiteName) -> None:
-        """Refuse a model type that is not proven with the memory at a site.
-
-        Raises:
-            RequestError: If the type was not proven so.
-        """
+        """Refuse a model type that is not proven with the memory at a site."""
         memory_type = dict(self.positions())[site]
         failure = row.refusal(site, memory_type)
         if failure is None:
@@ -156,12 +152,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         return MemoryEntry(self._memory(), site, layers, name, into)
 
     def layers(self, base: BaseCheckpoint) -> tuple[int, ...]:
-        """Return the indices of the layers that get the memory.
-
-        Raises:
-            RequestError: If the option `layers` names no layer, or a layer that the base does not have or that cannot have the
-                memory, such as a memory block.
-        """
+        """Return the indices of the layers that get the memory; refuse an option `layers` that names none, or others."""
         own = self._hosting_layers(base)
         chosen = self.options.layers
         if chosen == "all":

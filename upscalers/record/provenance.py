@@ -8,8 +8,7 @@ from typing import Any
 
 from midus_hf.anatomy.record import RECORD_KEY, UpscaleRecord, has_record, record_of
 from midus_hf.config.errors import RequestError
-from midus_hf.files.checkpoint_files import RECORD_FILE
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.checkpoint_files import RECORD_FILE, parse_json
 from midus_hf.files.outputs import write_text
 from midus_hf.files.secrets import for_record
 from upscalers.architecture.layer_tensors import Config
@@ -144,20 +143,18 @@ class UpscaleReport:
         base: The base as given in the request.
         output: The output folder; None for a dry run without one.
         model_type: Model type of the upscaled model.
-        num_layers: L + K, number of layers of the upscaled model.
-        new_layer_indices: Indices of the new layers in the upscaled model.
+        num_layers: L + K, its number of layers.
+        new_layer_indices: Indices of its new layers.
         parameters: Parameter counts of base and result.
-        bytes: Bytes read and written. For a dry run, the size of the output, and 0 bytes read.
+        bytes: Bytes read and written; of a dry run, 0 and the size of the output.
         identity: Result of the check against the base.
-        seconds: Wall time in seconds, without the start of the program.
-        peak_rss_bytes: Largest resident memory of the process, in bytes.
-        promises_identity: Whether the method, with its options, promises that the result computes what the base
-            computes.
-        identity_except: Exceptions to that, a noun phrase; None if it holds for all texts.
-        kl_divergence: KL divergence from the base's next-token distribution to the result's, mean over tokens, in
-            nats; None if nothing was compared, or the base has no token with finite logits.
-        measurements: Measurements of solvers for each tensor they made; empty for methods without solvers.
-        renumbers_layers: Whether layers of the base have different indices in the upscaled model.
+        seconds: Wall time without the start of the program.
+        peak_rss_bytes: Largest resident memory of the process.
+        promises_identity: Whether the method, with its options, promises that the result computes what the base computes.
+        identity_except: Exceptions to that, a noun phrase; None if there are none.
+        kl_divergence: From the base's next-token distribution to the result's, mean over tokens, in nats; None if not compared.
+        measurements: Measurements of solvers for each tensor they made.
+        renumbers_layers: Whether layers of the base have other indices in the upscaled model.
     """
 
     method: str

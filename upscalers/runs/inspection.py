@@ -15,23 +15,10 @@ from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_
 
 
 def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
-    """Return provenance, plan and memory of a checkpoint that `upscale` or `strip` wrote.
+    """Return provenance, plan and memory of a checkpoint, a folder or hub id, that `upscale` or `strip` wrote, or refuse it.
 
-    Args:
-        model: A folder or hub id; its `config.json` is enough.
-
-    Returns:
-        `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters",
-        "new_memories", "layers", "measurements", "code"}`. `code` is as `inspect_code` returns it. `parameters` has
-        `total` and `new`, and where texts fetch blocks also `fetched` and `bank`. `new_memories` has names of attached memories.
-        A folder with a glossary also has `entries`, their number. `layers` has
-        `{"index", "new", "from", "parameters"}` per layer.
-        Where memories were edited, `"edits"` lists the edits. A result of `strip` also has `"stripped"`: `{"model", "method",
-        "removed_layers", "base_confirmed", "differing_tensors"}`. If the stripped model holds no earlier upscaling, the other
-        keys are only `{"model", "model_type", "num_layers", "parameters"}`.
-
-    Raises:
-        RequestError: If neither command made the model.
+    `parameters` has `fetched` and `bank` where texts fetch blocks, `entries` is the number of a glossary's. A result of `strip` also
+    has `"stripped"`, and only a few other keys if it holds no earlier upscaling.
     """
     with resolve_source(str(model), config_only=True) as source:
         config = read_config(source.folder)

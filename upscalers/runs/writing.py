@@ -17,7 +17,7 @@ from upscalers.architecture.layer_tensors import Config
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, TensorDigests, content_sha256, read_header
-from upscalers.checkpoint.source import copy_banks, copy_travelling_files, tie_banks, total_bank_bytes
+from upscalers.checkpoint.source import copy_travelling_files, total_bank_bytes
 from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_processors
 from upscalers.record.model_card import base_metadata, model_card
 from upscalers.record.provenance import Bytes, Identity, base_record, upscale_record, write_record
@@ -79,9 +79,11 @@ def write_upscaled(
         validated = _validated(partial)
         for bank in job.new_banks.values():
             bank.create(partial, TORCH_NAMES[job.cast(base.dtype)], job.seed)
-        copy_banks(base.folder, partial, banks_of(base.layout.memories))
+        for bank in banks_of(base.layout.memories).values():
+            bank.copy(base.folder, partial)
         banks = banks_of(layout_of(config).memories)
-        tie_banks(partial, banks)
+        for bank in banks.values():
+            bank.bind_to_base(partial)
         copy_travelling_files(job.source.folder, partial, progress)
         progress.advance()
         changed = keep_tokenizer(job.source, partial, progress)
@@ -213,7 +215,8 @@ def written_from(
     with show_progress(progress), folder.writing() as partial:
         writer = CheckpointWriter(model.tensors, scan=False, progress=progress, copied=copied, stored_name=stored_name)
         written = writer.write(partial, shards)
-        copy_banks(model.folder, partial, banks)
+        for bank in banks.values():
+            bank.copy(model.folder, partial)
         yield replace(written, bytes_written=written.bytes_written + total_bank_bytes(partial, banks))
 
 
@@ -224,7 +227,8 @@ def write_part(source: Path, partial: Path, config: Config, progress: Progress) 
     # The config of a language model within a composite model has no `auto_map`.
     config = {**config, "auto_map": _auto_map(config["model_type"])} if hosts and "auto_map" not in config else config
     write_config(partial, config)
-    tie_banks(partial, banks_of(open_base(partial).layout.memories))
+    for bank in banks_of(open_base(partial).layout.memories).values():
+        bank.bind_to_base(partial)
     if hosts:
         write_code_of(partial)
 

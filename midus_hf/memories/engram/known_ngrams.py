@@ -11,8 +11,7 @@ import torch
 from safetensors import safe_open
 
 from midus_hf.config.errors import RequestError
-from midus_hf.files.checkpoint_files import CERTIFICATE, CONFIG_FILE, SINGLE_FILE, indexed_weights
-from midus_hf.files.json_text import read_json
+from midus_hf.files.checkpoint_files import CERTIFICATE, CONFIG_FILE, SINGLE_FILE, indexed_weights, read_json
 from midus_hf.memories.engram.options import MAX_ORDER, TOKEN_NUMBER_LIMIT, EngramOptions
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.registry import ATTACHED, TABLES, Memories

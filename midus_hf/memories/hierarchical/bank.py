@@ -18,8 +18,7 @@ import safetensors
 import torch
 
 from midus_hf.config.errors import RequestError
-from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, TREE_FILES
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, TREE_FILES, parse_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hierarchical.options import BankLayout, level_file
 

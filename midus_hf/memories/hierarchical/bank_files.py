@@ -5,8 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
-from midus_hf.files.json_text import read_json
+from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES, read_json
 from midus_hf.memories.bank import MemoryFiles, register_memory_files
 from midus_hf.memories.hierarchical.options import BankLayout, HierarchicalOptions, block_layouts
 from midus_hf.memories.registry import Memories, MemoryEntry

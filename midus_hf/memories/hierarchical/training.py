@@ -17,8 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from midus_hf.config.errors import RequestError
-from midus_hf.files.checkpoint_files import BLOCK_STATES, TREE_FILES
-from midus_hf.files.json_text import read_json
+from midus_hf.files.checkpoint_files import BLOCK_STATES, TREE_FILES, read_json
 from midus_hf.memories.hierarchical.bank import GENERIC, BlockKey, BlockReader, MemoryBank
 from midus_hf.memories.hierarchical.fetching import IDS, Banks
 from midus_hf.memories.hierarchical.options import level_file

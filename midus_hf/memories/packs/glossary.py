@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from midus_hf.config.errors import RequestError, first_few
-from midus_hf.files.checkpoint_files import GLOSSARY_FILE
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.checkpoint_files import GLOSSARY_FILE, parse_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hosting.layer import CopiedLock
 from midus_hf.memories.packs.names import (

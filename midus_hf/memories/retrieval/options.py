@@ -45,7 +45,7 @@ class RetrievalOptions(InsertedOptions):
 
     def query_width(self, sizes: ModelSizes) -> int:
         """Return the width of each head's query: the head's share of the memory's input."""
-        return self.read_width(sizes) // sizes.num_heads
+        return sizes.hidden_size // sizes.num_heads if self.output_projection else sizes.head_dim
 
     def norm_tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         """Return the tensors of the query norm."""
@@ -75,16 +75,18 @@ class RetrievalOptions(InsertedOptions):
                 f"hidden_size is {sizes.hidden_size}; expected a multiple of the {sizes.num_heads} attention heads, since each "
                 "has an equal share of the residual stream. This model needs another memory."
             )
-        width = self.read_width(sizes)
+        query_width = self.query_width(sizes)
+        width = sizes.num_heads * query_width
         if self.inner_residual and width != sizes.hidden_size:
             raise RequestError(
                 f"inner_residual adds the block's input of width {sizes.hidden_size} to an attention output of width {width}; "
                 "expected equal widths. Set output_projection to true as well."
             )
-        width = self.query_width(sizes)
-        if self.size_option[0] == "n" and width % 2:  # product keys halve queries
+        if self.size_option[0] == "n" and query_width % 2:  # product keys halve queries
             name = "hidden_size / num_attention_heads" if self.output_projection else "head_dim"
-            raise RequestError(f"{name} is {width}; expected an even number, half for rows and half for columns.")
+            raise RequestError(
+                f"{name} is {query_width}; expected an even number, half for rows and half for columns."
+            )
 
 
 def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTensor]:

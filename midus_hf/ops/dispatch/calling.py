@@ -151,10 +151,8 @@ def differentiable_op(
 
     Args:
         name: Name of the op.
-        forward: Computes the outputs: a tensor, or a tuple of tensors. All parameters are annotated, as
-            `torch.library.custom_op` expects.
-        backward: Computes a gradient for each of `gradients`, a tensor or a list of tensors; those that are not needed may
-            be None.
+        forward: Computes a tensor or a tuple of tensors. Its parameters are annotated as `torch.library.custom_op` expects.
+        backward: Computes a gradient for each of `gradients`, a tensor or a list of tensors, or None if it is not needed.
         shapes: Returns empty outputs, with the arguments of `forward`.
         gradients: Names of inputs, tensors or lists of tensors.
         outputs: Names of the outputs.

@@ -130,10 +130,14 @@ _MIN_SHARED = 512
 _OUTSIDE = 2
 
 
-def run(name: str, call: bytes) -> None:
-    """Call a function of the library, which `native_library` has loaded, with a packed structure."""
+def run(name: str, structure: struct.Struct, rows: int, *fields: int) -> None:
+    """Call a function of the library, which `native_library` has loaded, with fields of a structure that ends in `threads`.
+
+    As many threads work on `rows` rows, the product of tokens and heads, as torch has; on few rows one.
+    """
     library: Any = _library
-    status = getattr(library, name)(call)
+    threads = 1 if rows < _MIN_SHARED else torch.get_num_threads()
+    status = getattr(library, name)(structure.pack(*fields, threads))
     if status == _OUTSIDE:
         raise IndexError("slots are outside the bank; expected 0 <= slot < its rows. Check the code that made them.")
     if status:
@@ -150,11 +154,6 @@ def refuse_places(tensors: Mapping[str, Tensor | None]) -> NoReturn:
     )
 
 
-def address(tensor: Tensor | None) -> int:
-    """Return the address of the tensor's first element; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def with_rows(tensor: Tensor) -> Tensor:
     """Return the tensor with a contiguous last dimension; other dimensions may have any strides."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
@@ -163,8 +162,3 @@ def with_rows(tensor: Tensor) -> Tensor:
 def gradient_rows(gradient: Tensor) -> Tensor:
     """Return the gradient with a contiguous last dimension, in a dtype that C reads."""
     return with_rows(gradient if gradient.dtype in NATIVE_DTYPES else gradient.float())
-
-
-def threads_for(rows: int) -> int:
-    """Return how many threads work on `rows` rows, the product of tokens and heads."""
-    return 1 if rows < _MIN_SHARED else torch.get_num_threads()

@@ -6,7 +6,7 @@ One thread writes each result, in the order of entries: the number of threads ch
 import torch
 from torch import Tensor
 
-from midus_hf.ops.dispatch.library import GATHERS_CALL, ROW_SUMS_CALL, gradient_rows, refuse_places, run, threads_for
+from midus_hf.ops.dispatch.library import GATHERS_CALL, ROW_SUMS_CALL, gradient_rows, refuse_places, run
 
 
 def native_weighted_rows(bank: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
@@ -45,25 +45,28 @@ def native_bank_gradient(gradient: Tensor, slots: Tensor, weights: Tensor, bank_
     rows, width = bank_shape[-2:]
     gradient, slots, weights = gradient_rows(gradient), slots.contiguous(), weights.contiguous()
     into = weights.new_empty(bank_shape)
-    call = ROW_SUMS_CALL.pack(
+    run(
+        "midus_row_sums",
+        ROW_SUMS_CALL,
+        slots.numel(),
         *(tensor.data_ptr() for tensor in (gradient, slots, weights, into)),
         *(tokens, heads, rows, width, k),
         *(*gradient.stride()[:2], rows * width if len(bank_shape) == 3 else 0),
-        *(gradient.dtype == torch.bfloat16, slots.itemsize, threads_for(slots.numel())),
+        *(gradient.dtype == torch.bfloat16, slots.itemsize),
     )
-    run("midus_row_sums", call)
     return into
 
 
 def _gather(name: str, bank: Tensor, slots: Tensor, factors: Tensor, into: Tensor) -> None:
     bank, slots = bank.contiguous(), _integers(slots).contiguous()
-    call = GATHERS_CALL.pack(
+    run(
+        name,
+        GATHERS_CALL,
+        slots.numel(),
         *(tensor.data_ptr() for tensor in (bank, slots, factors, into)),
         *(len(slots), *bank.shape, slots.shape[1], factors.stride(0)),
-        *(bank.dtype == torch.bfloat16, factors.dtype == torch.bfloat16),
-        *(slots.itemsize, threads_for(slots.numel())),
+        *(bank.dtype == torch.bfloat16, factors.dtype == torch.bfloat16, slots.itemsize),
     )
-    run(name, call)
 
 
 def _integers(slots: Tensor) -> Tensor:

@@ -14,11 +14,9 @@ from midus_hf.ops.dispatch.library import (
     LOOKUP_CALL,
     NATIVE_DTYPES,
     SCORE_GRADIENTS_CALL,
-    address,
     gradient_rows,
     refuse_places,
     run,
-    threads_for,
     with_rows,
 )
 
@@ -112,11 +110,11 @@ def _look_up(inputs: LookupInputs, tensors: tuple[Tensor | None, ...], width: in
     )
     bank, _, residual, _, slots, _ = tensors
     (tokens, heads, _), (_, n, half) = query.shape, row_keys.shape
-    call = LOOKUP_CALL.pack(
-        query.data_ptr(),
-        row_keys.data_ptr(),
-        column_keys.data_ptr(),
-        *map(address, tensors),
+    run(
+        "midus_lookup",
+        LOOKUP_CALL,
+        tokens * heads,
+        *(0 if each is None else each.data_ptr() for each in (query, row_keys, column_keys, *tensors)),
         *(tokens, heads, n, half, width, inputs.k),
         *query.stride()[:2],
         *((0, 0) if residual is None else residual.stride()[:2]),
@@ -125,9 +123,7 @@ def _look_up(inputs: LookupInputs, tensors: tuple[Tensor | None, ...], width: in
         residual is not None and residual.dtype == torch.bfloat16,
         0 if slots is None else slots.itemsize,
         bank is None,
-        threads_for(tokens * heads),
     )
-    run("midus_lookup", call)
 
 
 def native_score_gradients(
@@ -168,8 +164,12 @@ def native_score_gradients(
         results += [transform.new_empty(transform.shape), weights.new_empty(tokens, heads, width)]
         transform_parts = weights.new_empty(units, width, -(-width // _MAX_LANES) * _MAX_LANES)
     tensors = (gradient, query, row_keys, column_keys, bank, transform, slots, weights)
-    call = SCORE_GRADIENTS_CALL.pack(
-        *map(address, (*tensors, *results, *(None,) * (5 - len(results)), parts, transform_parts)),
+    every = (*tensors, *results, *(None,) * (5 - len(results)), parts, transform_parts)
+    run(
+        "midus_score_gradients",
+        SCORE_GRADIENTS_CALL,
+        tokens * heads,
+        *(0 if each is None else each.data_ptr() for each in every),
         *(tokens, heads, n, half, width, k),
         *((0, 0) if gradient is None else gradient.stride()[:2]),
         *query.stride()[:2],
@@ -179,7 +179,5 @@ def native_score_gradients(
         slots.itemsize,
         stretch,
         gradient is None,
-        threads_for(tokens * heads),
     )
-    run("midus_score_gradients", call)
     return tuple(results)
