@@ -172,27 +172,16 @@ def _lse_error(implementation: str, where: str = "") -> RequestError:
 
 @dataclass(frozen=True)
 class SequenceHeads:
-    """A layer's call of the model's own attention to the sequence, not run yet.
-
-    Args:
-        module: The layer's attention module.
-        attention_function: The model's attention function.
-        implementation: Name of the attention implementation.
-        query: `[B, H, T, d]`, rotated.
-        key: `[B, K, S, d]`, rotated, from the cache.
-        value: `[B, K, S, d]`, from the cache.
-        mask: The mask, in the form that `attention_function` takes.
-        arguments: Keyword arguments of `attention_function`.
-    """
+    """A layer's call of the model's own attention to the sequence, not run yet."""
 
     module: Attention
     attention_function: AttentionFunction
     implementation: str
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: Any
-    arguments: Mapping[str, Any]
+    query: torch.Tensor  # [B, H, T, d], rotated
+    key: torch.Tensor  # [B, K, S, d], rotated, from the cache
+    value: torch.Tensor  # [B, K, S, d], from the cache
+    mask: Any  # in the form that the function takes
+    arguments: Mapping[str, Any]  # others of the function, by keyword
 
     @property
     def scaling(self) -> float:
@@ -205,14 +194,10 @@ class SequenceHeads:
         return self.arguments.get("softcap")
 
     def with_log_sum(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Attend, and compute the log-sum-exp.
+        """Attend, and compute the log-sum-exp of the scores, or refuse an implementation that does not tell it.
 
-        Returns:
-            The output `[B, T, H, d]`, attention weights to the sequence `[B, H, T, S]` if the implementation returns them, and the
-            log-sum-exp of the scores `[B, H, T]`, float32 at least.
-
-        Raises:
-            RequestError: If the log-sum-exp of the softmax over the sequence is not known.
+        Return the output `[B, T, H, d]`, attention weights to the sequence `[B, H, T, S]` if the implementation returns them, and the
+        log-sum-exp `[B, H, T]`, float32 at least.
         """
         require_log_sum_exp(self.implementation)
         output, extra = self.attend_to_sequence()  # weights, or the log-sum-exp of flex_attention

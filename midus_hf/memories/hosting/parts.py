@@ -136,15 +136,10 @@ class LayerNames(FamilyMixin):
 
 @dataclasses.dataclass(frozen=True)
 class TokenPlaces:
-    """Padding and documents among the tokens of a forward pass.
+    """Padding and documents among the tokens of a forward pass; by default there is no padding, and one document per row."""
 
-    Args:
-        real: `[B, T]`, bool, false for padding. Default: no token is padding.
-        starts: `[B, T]`, bool, true if a document begins here after another one of the row. Default: one document per row.
-    """
-
-    real: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
+    real: torch.Tensor | None = None  # [B, T], bool, false for padding
+    starts: torch.Tensor | None = None  # [B, T], bool, true if a document begins here after another one of the row
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "TokenPlaces":
         """Return the padding and documents on another device."""
@@ -189,13 +184,7 @@ def token_places(
 
 
 class CarriedKey(NamedTuple):
-    """Key of a tensor that one layer of a pass gives to later layers.
-
-    Args:
-        name: Name of the memory.
-        layer: Index of the layer that gives the tensor.
-        part: Name of the tensor, for memories that give several per layer. Default: `"output"`.
-    """
+    """Key of a tensor that a memory in one layer of a pass gives to later layers; `part` distinguishes several of a layer."""
 
     name: str
     layer: int
@@ -220,10 +209,7 @@ class MemoryInputs:
     def arguments_for(self, memory_class: type[MemoryModule], name: str, layer: int) -> Keywords:
         """Return a memory's keyword arguments: passed `forward_arguments`, and what its services give.
 
-        Args:
-            memory_class: Class of the memory's module, which PEFT may have wrapped since.
-            name: Name of an attached memory; empty for an inserted memory.
-            layer: Index of the memory's layer.
+        The class is that of the memory's module, which PEFT may have wrapped since; the name of an inserted memory is empty.
         """
         inputs = {key: self._arguments[key] for key in memory_class.forward_arguments if key in self._arguments}
         for service in memory_class.services:
@@ -251,16 +237,7 @@ def _moved(value: object, device: Any, non_blocking: bool) -> Any:
 
 
 def arguments_of_pass(names: set[str], arguments: Keywords, own: Keywords) -> Keywords:
-    """Return the arguments `names` of a model's forward, which memories take.
-
-    Args:
-        names: Names of the arguments that memories take.
-        arguments: Arguments of the family's forward.
-        own: Arguments that the family's forward does not get.
-
-    Raises:
-        RequestError: If a memory takes `input_ids`, and only embeddings are passed.
-    """
+    """Return the arguments `names` of a model's forward, of the family's or our `own`; refuse embeddings alone for `input_ids`."""
     values = {name: arguments.get(name, own.get(name)) for name in names}
     if "input_ids" in values and values["input_ids"] is None:
         values["input_ids"] = own["token_ids"]

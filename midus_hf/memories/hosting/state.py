@@ -30,14 +30,9 @@ def without_last(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.T
 
 
 class MemoryState:
-    """Tensors of a batch of sequences in a transformers cache, after its layers of tokens.
+    """Tensors of a memory in a layer, for a batch of sequences, in a transformers cache, after its `layers` of tokens.
 
-    Args:
-        name: Name of the memory.
-        layer: Index of the layer with the memory.
-        is_croppable: Whether the last tokens of a sequence can be taken back.
-        layers: The layers of the cache that hold tokens. Default: none.
-        rollback: Function that takes the last tokens out of the tensors. Default: the tensors do not depend on these tokens.
+    If it is croppable, `rollback` takes the last tokens of a sequence out of the tensors; by default they do not depend on these.
     """
 
     # These keep transformers from treating it as a layer of tokens.
@@ -163,13 +158,7 @@ def crop_error(name: str) -> RequestError:
 
 
 def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: str) -> None:
-    """Refuse an engine with several requests in one row and no cache that can hold a state.
-
-    Args:
-        stateful: Name and layer of each memory that keeps a state; if there is none, nothing is refused.
-        engine: What lays the tokens in one row.
-        instead: What serves the model.
-    """
+    """Refuse an engine with several requests in one row and no cache for states, if there are memories that keep one."""
     for name, _ in stateful:
         raise RequestError(
             f"{engine} lays the tokens of several requests in one row and keeps nothing for the memory {name!r}, which reads the "
@@ -180,15 +169,9 @@ def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: st
 def states_in(
     cache: Any, wanted: Mapping[tuple[str, int], MemoryModule], num_layers: int
 ) -> dict[tuple[str, int], MemoryState]:
-    """Return the states of memories in a cache, by memory and layer. An empty cache gets new states.
+    """Return the states of wanted memories in a transformers cache, by memory and layer. An empty cache gets new states.
 
-    Args:
-        cache: A transformers cache.
-        wanted: For each memory and layer that keeps a state, the memory's module.
-        num_layers: L, the number of layers of the model.
-
-    Raises:
-        RequestError: If the cache has no list of layers, or was filled by another model.
+    A cache that has no list of layers, or was filled by another model, is refused.
     """
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):

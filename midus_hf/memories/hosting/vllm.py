@@ -175,11 +175,7 @@ class CachedHeads:
     Numbers are written into a block by the backend's own function, and where they are found gives a stride per token, head and
     feature. (On CPUs a block has keys as `[K, d, N]` and values as `[K, N, d]`.)
 
-    Args:
-        attention: vLLM's attention of a layer, with a cache of blocks of N tokens.
-
-    Raises:
-        RequestError: If there are no such strides, as in a cache that is quantised or packs pairs of numbers.
+    vLLM's attention has a cache of blocks of N tokens. One without such strides, quantised or with packed pairs, is refused.
     """
 
     def __init__(self, attention: "VllmAttention"):
@@ -277,13 +273,9 @@ def slots_of_pass(layer: str) -> tuple["VllmAttention", Slots | None]:
 # Opaque to compilers, which would bake in what vLLM tells of the first pass that it tries, in which there is no cache.
 @torch.library.custom_op("midus::earlier", mutates_args=())
 def store_and_read_past(new: torch.Tensor, layer: str, name: str, back: list[int]) -> torch.Tensor:
-    """Write rows of the tokens of a pass into a table, and return those of tokens before.
+    """Write the `new` rows `[T, ...]` of a pass into a table, by slots of a layer's attention, and return rows before.
 
-    Args:
-        new: `[T, ...]`, the rows.
-        layer: Name of vLLM's attention whose slots are used.
-        name: Name of the table.
-        back: Distances before each token of the P rows that are returned, `[T, P, ...]`, zeros where a request begins later.
+    These are at P distances `back` before each token, `[T, P, ...]`, zeros where a request begins later.
     """
     attention, slots = slots_of_pass(layer)
     if slots is None:

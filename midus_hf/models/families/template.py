@@ -47,14 +47,9 @@ COMPOSITE_MAPPINGS = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL
 
 
 def host_type(model_type: str, row: ModelType | CompositeType | None = None) -> None:
-    """Make the module of a type's hosting classes, `midus_hf.models.families.MODEL_TYPE`.
+    """Make the module of a causal or composite type's hosting classes, `midus_hf.models.families.MODEL_TYPE`.
 
-    Args:
-        model_type: That of a causal language model of transformers, or of a composite model that holds one.
-        row: What is known of the type. Default: its row in the table of types.
-
-    Raises:
-        UnknownType: If the type cannot host memory, or has other layers in the installed version of transformers.
+    By default it follows the type's row; a type that cannot host memory, or whose layers changed, is an `UnknownType`.
     """
     if row is None:
         row = type_of(model_type)
