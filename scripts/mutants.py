@@ -71,7 +71,7 @@ NEAREST = {
     "tests/upscalers/test_hub.py tests/adapters/test_adapter_layers.py",
     "midus_hf/models/families": "tests/models/test_families.py tests/models/test_every_type.py tests/upscalers/test_any_type.py",
     "midus_hf/anatomy": "tests/models/test_every_type.py tests/upscalers/test_strip.py tests/upscalers/test_families.py",
-    "midus_hf/models/listing.py": "tests/models/test_listing.py",
+    "midus_hf/models/families/__init__.py": "tests/models/test_listing.py",
     "midus_hf/models/language_model.py": "tests/models/test_task_heads.py tests/training/test_task_heads.py",
     "midus_hf/memories/engram/known_ngrams.py": "tests/upscalers/test_engram.py tests/training/test_protection.py",
     "midus_hf/topics": "tests/topics",

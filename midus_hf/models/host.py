@@ -23,7 +23,7 @@ from midus_hf.memories.hosting.parts import CACHE, Keywords, MemoryInputs, argum
 from midus_hf.memories.hosting.service import HostStack, scale_initial
 from midus_hf.memories.module import DeclaredModule, MemoryModule
 from midus_hf.memories.registry import Memories, layer_class, memories_of
-from midus_hf.models.listing import show_in_transformers
+from midus_hf.models.families import show_in_transformers
 
 
 class CodeMixin:

@@ -14,8 +14,8 @@ from transformers.modeling_outputs import (
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.hosting.parts import Keywords
 from midus_hf.memories.hosting.service import HostStack
+from midus_hf.models.families import list_model
 from midus_hf.models.host import CodeMixin, HostMixin
-from midus_hf.models.listing import list_model
 
 _IGNORED_LABEL = -100
 

@@ -249,7 +249,7 @@ def composite_source(row: CompositeType) -> str:
 _NORMS = ("attention_norm", "attention_output_norm", "mlp_output_norm")
 
 # The import that both templates need where a checkpoint of the type is converted.
-_SHARED = "from midus_hf.models.listing import share_conversions\n"
+_SHARED = "from midus_hf.models.families import share_conversions\n"
 
 _SOURCE = '''"""{family} with memory."""
 
