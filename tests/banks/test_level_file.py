@@ -63,14 +63,3 @@ def test_deleted_row_is_a_hole(tmp_path):
     assert path.stat().st_blocks * 512 <= 2**20 + 4 * 4096, "seven rows take the room of the one that was written"
     level = MappedLevel(path, ROWS, numel)
     assert level.row(2) is None and level.rows(DELETED) == [2] and not level.blocks[2].any()
-
-
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_lost_mark_names_its_block(path, row):
-    """Zeros never mean that blocks were not written: these would vanish silently."""
-    content = bytearray(path.read_bytes())
-    content[len(content) - ROWS + row] = 0
-    path.write_bytes(content)
-    name = "the generic block" if row == 0 else f"block {row - 1}"
-    with pytest.raises(ValueError, match=f"{name} of bank file {path} is without its mark. Copy the bank again, or"):
-        MappedLevel(path, ROWS, NUMEL).row(row)

@@ -37,7 +37,6 @@ def of_memory(options: MemoryOptions) -> dict[str, int]:
 
 def test_layers_and_chapters_have_the_papers_flops():
     plain = estimate_flops(paper_config("vanilla-148m"), 1024).layers[0]
-    assert sum(plain.values()) == 17_424_982_016
     assert plain == {
         "attention": 6_530_531_328,
         "rotary embedding": 3_145_728,
@@ -56,7 +55,6 @@ def test_layers_and_chapters_have_the_papers_flops():
         "chapters: norms": 3_149_824,
         "chapters: residual adds": 786_432,
     }
-    assert sum(added.values()) == 25_702_029_150
     assert [index for index, layer in enumerate(layers) if layer != layers[0]] == [2, 6, 10, 14]
     assert flops.outside == {"final norm": 3_149_824, "language head": 77_309_411_328, "cross entropy": 251_412_480}
 

@@ -36,7 +36,6 @@ def test_ring_layers_read_their_own_and_neighbours_tables(group):
 RETRIEVALS = {
     "default": (128, 2, 32, 32),
     "rank-1": (64, 1, 16, 16),
-    "rank-4": (64, 4, 16, 16),
     "every-slot": (8, 2, 8, 64),
     "every-pair-that-is-kept": (40, 2, 5, 25),
 }
@@ -88,11 +87,9 @@ def test_cores_start_positive_with_norm_one(rank):
 # Layers of the model, and options.
 KINDS = {
     "rank-1": (24, {"rank": 1}),
-    "rank-4": (4, {"rank": 4}),
     "heads": (24, {"heads": 2}),
     "no-pre-values": (64, {"pre_value_width": 0}),
     "every-key-kept": (24, {"k": 64}),
-    "more-slots": (16, {"n": 128, "k": 32}),
 }
 
 

@@ -70,17 +70,12 @@ def test_json_is_the_only_standard_output(room, asked_for_json):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     base, upscaled = report["models"]
-    assert base["model_type"] == "qwen2"
-    assert upscaled["model_type"] == "midus_qwen2"
-    assert upscaled["parameters"] > base["parameters"]
+    assert (base["model_type"], upscaled["model_type"]) == ("qwen2", "midus_qwen2")
+    assert upscaled["parameters"] > base["parameters"] and upscaled["tasks"] == base["tasks"]
     for measure in ("perplexity", "tokens"):
         assert upscaled["perplexity"][measure] == base["perplexity"][measure]
-    assert base["perplexity"]["tokens"] == len(TEXT) - 1
-    assert list(base["tasks"]) == ["mine", "piqa", "boolq"]
-    assert base["tasks"]["piqa"]["num_questions"] == 2
-    assert upscaled["tasks"] == base["tasks"]
-    assert report["settings"]["tasks"] == ["mine", "piqa", "boolq"]
-
+    assert base["perplexity"]["tokens"] == len(TEXT) - 1 and base["tasks"]["piqa"]["num_questions"] == 2
+    assert list(base["tasks"]) == report["settings"]["tasks"] == ["mine", "piqa", "boolq"]
     model = AutoModelForCausalLM.from_pretrained(room / "base")
     expected = perplexity(model, byte_tokenizer(), [TEXT], sequence_length=32)
     assert base["perplexity"]["perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
@@ -101,11 +96,18 @@ def test_table_compares_models_and_names_one_not_causal(room, words, tmp_path, a
     assert "causal" not in printed and "base" not in printed, "models of one name are told apart by their paths"
 
 
-def test_models_of_different_tokenizers_are_compared_by_bytes(room, words, tmp_path, ask):
-    models = [save_byte_model("qwen2", tmp_path / name, vocab_size=280) for name in ("bytes", "words")]
+def save_with_token(token, folder) -> Path:
+    """Save a model of bytes whose tokenizer has one token more."""
+    save_byte_model("qwen2", folder, vocab_size=280)
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens("ordinary kind")
-    tokenizer.save_pretrained(tmp_path / "words")
+    tokenizer.add_tokens(token)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_models_of_different_tokenizers_are_compared_by_bytes(room, words, tmp_path, ask):
+    models = [save_byte_model("qwen2", tmp_path / "bytes", vocab_size=280)]
+    models.append(save_with_token("ordinary kind", tmp_path / "words"))
     report = ask(*models, *words, "--json")
     bytewise, longer = (model["perplexity"] for model in report["models"])
     assert longer["tokens"] == bytewise["tokens"] - 10 * (len("ordinary kind") - 1)
@@ -134,10 +136,7 @@ def test_windows_of_different_lengths_are_noted(room, tmp_path, ask):
 
 
 def test_short_text_is_measured_whole_in_one_window(room, tmp_path, ask):
-    save_byte_model("qwen2", tmp_path / "words", vocab_size=280)
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens("short")
-    tokenizer.save_pretrained(tmp_path / "words")
+    save_with_token("short", tmp_path / "words")
     (tmp_path / "short.txt").write_text("A short text.")
     asked = [room / "base", tmp_path / "words", "--text", tmp_path / "short.txt"]
     results = [model["perplexity"] for model in ask(*asked, "--json")["models"]]

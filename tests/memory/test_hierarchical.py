@@ -1,10 +1,11 @@
 """Memories that texts fetch against the paper's equations, row by row and level by level; their sizes, and what is refused."""
 
 import dataclasses
-import math
+from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.hierarchical.bank import FetchedBatch
@@ -81,14 +82,6 @@ def blocks_of_row(fetched, layer, row):
         yield {name: tensor[block] for name, tensor in level.tensors.items()}
 
 
-def silu(x):
-    return x / (1 + (-x).exp())
-
-
-def gelu(x):
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
 def wider_ffn(read, fetched, layer, activation, native):
     """What a gated network gives whose three matrices are concatenated with the blocks of all levels (figure 18)."""
     rows = []
@@ -138,7 +131,9 @@ def expect_equal(actual, expected, leaves):
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
-@pytest.mark.parametrize(("sizes", "activation"), [(SIZES, silu), (GEGLU, gelu)], ids=["swiglu", "geglu"])
+@pytest.mark.parametrize(
+    ("sizes", "activation"), [(SIZES, F.silu), (GEGLU, partial(F.gelu, approximate="tanh"))], ids=["swiglu", "geglu"]
+)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_hidden_units_widen_the_network(layer, sizes, activation, backend):
     fetched, read = fetch("hier-ffn", sizes=sizes), states(5, 3, 12)
