@@ -15,6 +15,7 @@ from compare.small_comparison import SmallComparison, write_room
 from midus_hf.compare import run as run_module
 from midus_hf.compare.plan import Run, Variant, base_run
 from midus_hf.compare.run import code_version, hash_base, hash_text, read_result, request_of, write_result
+from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.version import __version__
@@ -125,6 +126,19 @@ def test_result_has_the_origin_of_its_numbers(room, tmp_path):
     comparing = SmallComparison(room, tmp_path, {"full": {}})
     digests = comparing.digests_for(comparing.variants[0])
     assert comparing.measure_base().origin == {**digests, "code": code_version()}
+
+
+def test_loss_that_is_not_finite_is_no_result(room, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "_measure_texts", lambda *_: {"plants": math.nan})
+    with pytest.raises(RequestError, match=r"losses ended at .*nan.*; expected finite numbers. Lower the rate"):
+        SmallComparison(room, tmp_path, {"full": {}}).measure_base()
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_corpus_without_a_batch_is_no_result(room, tmp_path):
+    comparing = SmallComparison(room, tmp_path, {"full": {}}, train={"per_device_train_batch_size": 10**4})
+    with pytest.raises(RequestError, match=r"after 0 of 4 steps.*expected more text, or a smaller per_device"):
+        comparing.measure(comparing.runs()[0])
 
 
 def test_code_of_a_clone_has_its_commit(tmp_path, monkeypatch):
