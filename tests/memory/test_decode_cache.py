@@ -73,7 +73,7 @@ def without(run, inputs):
 
 def within(memory, inputs, run=None):
     with torch.no_grad(), decode_cache(memory):
-        return (run or memory)(inputs)
+        return (memory if run is None else run)(inputs)
 
 
 def assert_close(actual, expected, is_exact=False):
