@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from tiny import save_tiny_model
 from training.outcomes import assert_same_run, bank_of, moved, weights
 from training.tiny_run import (
     END,
@@ -26,7 +25,6 @@ from midus_hf.config.errors import install_extra
 from midus_hf.models.view import ModelView
 from midus_hf.training.adapters import add_adapters, read_adapters
 from midus_hf.training.run import run_training
-from upscalers.runs.upscale import upscale
 
 LORA = {"r": 4}
 
@@ -35,19 +33,15 @@ def linear(names) -> set[str]:
     return {name for name in names if name.endswith("_proj.weight")}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    folder = save_tiny_model("llama", tmp_path_factory.mktemp("base") / "base")
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+@pytest.fixture
+def base(upscaled) -> Path:
+    return upscaled().parent / "base"
 
 
-@pytest.fixture(scope="module")
-def copies(base, tmp_path_factory) -> Path:
+@pytest.fixture
+def copies(upscaled) -> Path:
     """A model of LLaMA-Pro: its new layers are copies, without memory."""
-    folder = tmp_path_factory.mktemp("copies") / "model"
-    upscale(base=base, method="llama-pro", output=folder, num_new_layers=2, verify=False)
-    return folder
+    return upscaled("llama", "llama-pro")
 
 
 def test_adapters_train_linear_layers_and_are_merged(base, config_for, tmp_path):

@@ -25,18 +25,6 @@ QUOTES = ["a", '"begins', "b", '"low" is', 'ends"', '"both"']
 LONG = "word, " * 30_000
 
 
-@pytest.fixture(autouse=True)
-def cache_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    path = tmp_path / "data"
-    path.mkdir()
-    return path
-
-
 def write(folder, files):
     """Write files by their names, of which what is a path becomes a link to that file; return the folder."""
     for name, content in files.items():

@@ -58,18 +58,6 @@ FILES = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def cache_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    path = tmp_path / "data"
-    path.mkdir()
-    return path
-
-
 @pytest.mark.parametrize("case", FILES)
 def test_unreadable_files_are_refused_in_one_line(folder, case):
     files, message, *named = FILES[case]

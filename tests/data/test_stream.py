@@ -231,14 +231,9 @@ def test_texts_with_paths_have_the_sequences_of_their_leaves(tmp_path):
     banks = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}
     written = checked_paths(corpus, banks, "path")
     whole = leaf_sequences(corpus, tiny_tokenizer(), T, paths=written.paths, depth=2, documents_apart=True)
-
-    def made():
-        texts = stream_rows("corpus", str(tmp_path / "rows.jsonl"), ["text", "path", "memory_tree"])
-        options = {"read_paths": partial(checked_paths, banks=banks, path_column="path"), "path_column": "path"}
-        options |= {"documents_apart": True, "depth": 2, "shuffle_buffer": 0}
-        return StreamedSequences(texts, tiny_tokenizer(), T, **options)
-
-    stream = made()
+    texts = stream_rows("corpus", str(tmp_path / "rows.jsonl"), ["text", "path", "memory_tree"])
+    options = {"read_paths": partial(checked_paths, banks=banks, path_column="path"), "path_column": "path"}
+    stream = StreamedSequences(texts, tiny_tokenizer(), T, documents_apart=True, depth=2, shuffle_buffer=0, **options)
     rows = taken(stream, len(whole.sequences))
     assert stream.tree == "f" * 64
 
@@ -246,12 +241,6 @@ def test_texts_with_paths_have_the_sequences_of_their_leaves(tmp_path):
         return sorted(rows, key=lambda row: (row["memory_ids"], row["input_ids"]))
 
     assert_same(order(rows), order(list(whole.sequences)))
-    first = made()
-    begun = taken(first, 4)
-    first.save(tmp_path / "state")
-    again = made()
-    again.load(tmp_path / "state")
-    assert_same([*begun, *taken(again, len(rows) - 4)], rows)
 
 
 def test_a_repository_and_sources_of_several_kinds_are_streamed(tmp_path, monkeypatch):
