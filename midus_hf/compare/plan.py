@@ -352,7 +352,6 @@ def control_variants(variant: Variant, rate: Rate) -> list[Variant]:
 def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check the base, keys of each run, files and columns, and that all texts are measured alike and none is trained on."""
     from midus_hf.data.corpus import read_corpus
-    from midus_hf.training.arguments import TrainArguments
 
     assert isinstance(comparison.train, Mapping), "files have been read"
     if (output := Path(comparison.output_dir)).exists() and not output.is_dir():
@@ -368,12 +367,15 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
                 f"variants.{one.name} has sequence_length {length} and streaming {streaming}; expected {shared[1]}, as train has, "
                 "and no streaming, since all texts are measured alike."
             )
-        with name_in_request_errors(f"variants.{one.name}, as a run of midus train"):
-            for run in searches_of(one, comparison):
-                from_mapping(TrainArguments, run.training_keys(comparison, "model", Path("trained")))
         key = "train.corpus" if one.train.get("corpus") == shared[0] else f"variants.{one.name}.train.corpus"
         sources |= {(key, each): one.train for each in one.corpora}
     check_sources(sources)
+    from midus_hf.training.arguments import TrainArguments  # and with it torch, which the checks so far do not need
+
+    for one in variants:
+        with name_in_request_errors(f"variants.{one.name}, as a run of midus train"):
+            for run in searches_of(one, comparison):
+                from_mapping(TrainArguments, run.training_keys(comparison, "model", Path("trained")))
     for (key, name), (other, place) in itertools.product(texts, sources):
         if key != other and _overlap(Path(name).expanduser(), Path(place).expanduser()):
             raise RequestError(

@@ -253,7 +253,7 @@ MISTAKES = [
     ("ask", ["model", "What?", "--dtype", "float8"], "dtype is 'float8'; expected auto"),
     ("compare", ["compare.yaml"], "base is './no', which does not exist"),
     ("compare", ["compare.yaml", "--set", "base=base", "--set", "seed=1"], "config has no option 'seed'"),
-    ("compare", ["compare.yaml", "--set", "domain.a=no.txt"], "domain.a is 'no.txt', which does not exist"),
+    ("compare", ["compare.yaml", "--set", "base=base", "--set", "domain.a=no.txt"], "domain.a is 'no.txt', which does not exist"),
     ("compare", ["compare.yaml", "--set", "output_dir=notes/a.txt"], "output_dir is 'notes/a.txt', a file"),
     ("upscale", ["--base=base", "--method=engram", "--set=table=exact", "--set=corpus=no.txt", "--output=o"], "corpus is 'no.txt'"),
     ("eval", ["model", "--text", "no.txt"], "text is 'no.txt', which does not exist"),

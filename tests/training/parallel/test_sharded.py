@@ -245,7 +245,7 @@ def test_load_unsharded_restores_deepspeed_config(zero_three):
     assert deepspeed.is_deepspeed_zero3_enabled()
 
 
-def test_adapters_are_refused_where_weights_are_cut(config_for, zero_three):
+def test_adapters_are_refused_where_weights_are_cut(words, config_for, zero_three):
     with refused("DeepSpeed's ZeRO-3 shards; expected processes that hold whole models.*ddp.yaml"):
         run_training(config_for(adapters={"r": 2}))
 
