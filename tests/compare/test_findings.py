@@ -83,7 +83,7 @@ def test_several_texts_count_alike():
     assert (variant.domain_loss.mean, variant.learned.mean, variant.forgotten.mean) == (1.5, 0.5, 3.0)
 
 
-def test_controls_at_another_rate_or_with_other_seeds_are_left_out():
+def test_controls_at_other_rates_or_seeds_are_left_out():
     (hml,) = found([*HML, *NULL], variants=["hml"]).variants
     assert hml.advantages == {"one-row": Spread(0.25, 0.0, 2)}
     faster = [result("hml", [0.9], seed=seed, rate=1e-2) for seed in (0, 1)]  # its first seed chooses it

@@ -90,7 +90,7 @@ def test_values_learn_ten_times_as_fast_at_a_plain_rate(planned, case):
 
 
 @pytest.mark.parametrize("memory_type", ["midus-hml", "headwise"])
-def test_parts_of_an_upscaled_base_learn_at_the_rates_of_new_parts(room, planned, tmp_path, memory_type):
+def test_upscaled_base_learns_at_the_rates_of_new_parts(room, planned, tmp_path, memory_type):
     upscale(base=str(room / "base"), output=tmp_path / "base", **HEADWISE)
     config = tmp_path / "base" / "config.json"
     config.write_text(config.read_text().replace('"type": "midus-hml"', f'"type": "{memory_type}"'))

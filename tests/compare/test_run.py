@@ -71,7 +71,7 @@ def test_older_result_is_read_without_unknown_fields(tmp_path):
 PUBLISHED = Path(__file__).parents[2] / "experiments" / "results" / "smollm2-135m-instruct" / "runs"
 
 
-def test_published_results_belong_to_the_comparison_that_made_them():
+def test_published_results_belong_to_their_comparison():
     files = sorted(PUBLISHED.rglob("*.json"))
     results = [read_result(path.with_suffix("")) for path in files]
     assert len(files) == 26 and all(math.isfinite(loss) for one in results for loss in one.losses.values())

@@ -185,7 +185,7 @@ REQUESTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "call", "message"), REQUESTS, ids=str)
+@pytest.mark.parametrize(("files", "call", "message"), REQUESTS, ids=[row[2] for row in REQUESTS])
 def test_wrong_requests_are_refused(files, call, message, folder, monkeypatch):
     monkeypatch.setattr("midus_hf.data.stream._TEXTS_AT_ONCE", 3)
     write(folder, files)
