@@ -109,8 +109,8 @@ NEAREST = {
 
 # Tests in `tests/upscalers` by the name of the file they judge, the nearest first: `test_NAME.py`, or a folder.
 NEAREST_TO_UPSCALERS = {
-    "__init__": "refusals bad_input command_line hub",
-    "base_checkpoint": "bad_input checkpoint_layouts families",
+    "__init__": "refusals command_line hub",
+    "base_checkpoint": "refusals checkpoint_layouts families",
     "inspection": "strip dense/opt_deus command_line every_method",
     "job": "verification output_folder hub command_line every_method",
     "layer_config": "plan families dense/new_layers any_type",
@@ -122,13 +122,13 @@ NEAREST_TO_UPSCALERS = {
     "plan": "plan dense/new_layers memory_methods",
     "provenance": "provenance memory_methods strip command_line",
     "recipes": "solvers verification safetensors_format dense memory_methods every_method",
-    "upscale": "command_line memory_methods bad_input hub refusals verification",
+    "upscale": "command_line memory_methods hub refusals verification",
     "safetensors_format": "safetensors_format checkpoint_layouts strip",
-    "source": "hub bad_input checkpoint_layouts",
+    "source": "hub refusals checkpoint_layouts",
     "stack": "dense/new_layers refusals plan every_method",
     "strip": "strip every_method",
     "tokenizer": "tokenizer",
-    "verify": "verification streamed_model memory_methods",
+    "verify": "verification memory_methods",
     "writing": "output_folder verification provenance",
     "writer": "safetensors_format checkpoint_layouts memory_methods every_method",
 }
