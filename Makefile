@@ -23,9 +23,9 @@ TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECOD
 # differently: kernels, what torch is told of ops, caches, and modules that are copied, saved, compiled and exported. Sums are the same, and
 # whole models call the rest; a type proves its wiring where it hosts a memory, and wrong wiring is ours. test-oldest-pairs runs all of it.
 OLDEST_FILES = tests/ops tests/memory tests/models
-OLDEST_TESTS = tests/models tests/ops/kernels $(patsubst %,tests/ops/test_%.py,laws direct_calls private_torch triton_launch) \
-	$(patsubst %,tests/memory/test_%.py,decode_cache memory_state ngram exported) \
-	-k 'not test_offline_compilation and not inductor and not is_proven_in_a_wiring and not wired_wrongly'
+OLDEST_TESTS = tests/models tests/ops/kernels $(patsubst %,tests/ops/test_%.py,laws dispatch) \
+	$(patsubst %,tests/memory/test_%.py,decode_cache memory_state ngram) \
+	-k 'not test_offline_compilation and not inductor and not hosted_type_is_proven and not wrong_wiring'
 IN_BOTH = tests/models tests/memory $(wildcard tests/ops/test_*.py)
 
 .PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-peer test-real test-deepspeed test-vllm test-gguf release-check clean
