@@ -1,4 +1,4 @@
-"""Stand for classes that the code of a checkpoint does not need: layers without attached memories, or without inserted ones."""
+"""Stand-ins for classes that a checkpoint without attached, or without inserted, memories does not need."""
 
 from midus_hf.memories.hosting.parts import LayerNames
 

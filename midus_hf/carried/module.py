@@ -1,8 +1,7 @@
 """Write the one module of code that a checkpoint needs to load where this package is not installed.
 
-The module holds all definitions that the classes of the family and the memories of the checkpoint reach: whole functions and classes,
-in plain PyTorch, as they are written in this package. Each op is the function in its `reference.py`. Definitions of `standins.py`
-replace registries, the reading of options and this folder.
+It holds whole functions and classes as this package has them, with the op of each `reference.py`; `standins.py` replaces registries,
+the reading of options and this folder.
 """
 
 import ast
@@ -36,8 +35,6 @@ SHA-256 of what follows: {digest}
 """
 
 '''
-
-
 # Decorators that enter a definition in a table that does not travel.
 _MARKS = re.compile(r"^@register_(composite_)?family\n", flags=re.MULTILINE)
 
@@ -50,7 +47,7 @@ class Name(NamedTuple):
 
 
 class Source:
-    """A module, by its name, as its source is now; sources of the `packages` are copied, all others are libraries."""
+    """A module's source by its name; sources of the `packages` are copied, all others are libraries."""
 
     def __init__(self, name: str, packages: Collection[str]):
         imported: Any = importlib.import_module(name)
@@ -60,8 +57,7 @@ class Source:
         self.libraries: dict[str, tuple[str, str]] = {}
         # The source of each definition, with its decorators and the comments right above it.
         self.definitions: dict[str, str] = {}
-        # The source of each call at the top level.
-        self._calls: list[str] = []
+        self._calls: list[str] = []  # the source of each call at the top level
         # Why no definition can be copied: a statement without a name. Else empty.
         self._refusal = ""
         text = imported.__loader__.get_source(imported.__name__) or ""
@@ -94,11 +90,7 @@ class Source:
                 self._calls.append(self._text(statement))
 
     def definition(self, name: str) -> str:
-        """Return the source of a definition.
-
-        Raises:
-            RequestError: If the module has statements that cannot be copied.
-        """
+        """Return the source of a definition; a `RequestError` if the module has statements that cannot be copied."""
         if self._refusal:
             raise RequestError(self._refusal)
         return self.definitions[name]
@@ -148,15 +140,7 @@ def names_read(text: str) -> frozenset[str]:
 
 
 def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
-    """Write the module that a checkpoint needs into a folder.
-
-    Args:
-        folder: The folder, which is created if it does not exist.
-        config: A config of a family that hosts memory.
-
-    Returns:
-        The paths of the files written.
-    """
+    """Write the module that a checkpoint of `config` needs into a folder, created if missing; return the paths written."""
     path = Path(folder, f"{ENTRY_MODULE}.py")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(carried_module(config), encoding="utf-8")
@@ -164,11 +148,7 @@ def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
 
 
 def carried_module(config: Any) -> str:
-    """Return the source of the module that a checkpoint needs; the same config gives the same source.
-
-    Args:
-        config: A config of a family that hosts memory.
-    """
+    """Return the source of the module that a checkpoint needs; the same config gives the same source."""
     memories: Memories = config.get_text_config().memories()
     kinds = tuple(dict.fromkeys(f"{entry.options.type} memory ({entry.site})" for entry in memories.entries))
     types = dict.fromkeys(
@@ -212,10 +192,10 @@ def reference_modules() -> list[str]:
 
 
 class Closure:
-    """All definitions that some definitions, the roots, reach, and the top-level calls that use one of them.
+    """All definitions that the roots reach, and the top-level calls that use one of them.
 
-    `stand_ins` has for a name the definition that replaces every definition of this name in this package. Modules with statements
-    that cannot be copied, and two definitions of one name, are refused.
+    `stand_ins` replaces definitions by name. Modules with statements that cannot be copied, and two definitions of one name, are
+    refused.
     """
 
     def __init__(self, roots: Iterable[Name], packages: Collection[str], stand_ins: Mapping[str, Name]):

@@ -1,7 +1,4 @@
-"""Replacements, in a checkpoint's own code, for parts of the package: registries, the reading of options, banks, `midus_hf.carried`.
-
-A definition of this module replaces every definition of the same name in the package.
-"""
+"""Replacements, by name, in a checkpoint's own code: registries, the reading of options, banks, `midus_hf.carried`."""
 
 import contextlib
 import copy
@@ -58,11 +55,7 @@ def option(default: Any, help: str, type: str = "") -> Any:
 
 
 def check_entry(values: Any) -> None:
-    """Refuse a memory whose type or site this code does not have.
-
-    Raises:
-        RequestError: If the type or the site is another.
-    """
+    """Refuse, by a `RequestError`, a memory whose type or site this code does not have."""
     name = values["type"]
     if name not in MEMORY_TYPES:
         raise _written_for(f"memory type is {name!r}", MEMORY_TYPES)
@@ -122,11 +115,7 @@ class Glossary(LoadedGlossary):
     """Entries of a glossary, for reading only."""
 
     def change(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse a change.
-
-        Raises:
-            RequestError: Always.
-        """
+        """Refuse a change, by a `RequestError`."""
         raise RequestError(
             "a checkpoint's own code does not change its glossary; expected midus-hf installed. Or: midus edit add."
         )

@@ -1,4 +1,4 @@
-"""Whether a text has an answer: the one rule by which tasks, `midus look` and experiments judge what a model writes."""
+"""Whether a text has an answer: the rule of tasks, `midus look` and experiments."""
 
 import decimal
 import functools
@@ -37,7 +37,6 @@ _BETWEEN_WORDS = rf"[^\w{_OPEN}]*"
 _TO_FIRST_CHARACTER = regex.compile(rf"{_BETWEEN_WORDS}(?:(?i:an?|the)\b{_BETWEEN_WORDS})?.", regex.V1)
 _ARTICLE = regex.compile(r"^(?i:an?|the) (?=.)")
 _PUNCTUATION_AFTER_WORD = regex.compile(rf"(?<=[\w{_CLOSE}])\p{{Terminal_Punctuation}}+(?=\s|$)")
-
 _EXPONENT = r"(?:[eE][+\-]?\d{1,3}(?!\w))?"
 _NUMBER = regex.compile(
     rf"""
@@ -67,18 +66,18 @@ def has_answer(
 ) -> bool:
     """Return whether a text has an answer.
 
-    An answer is not found within a longer word: at each of its ends, a boundary is asked for between two letters or digits of scripts
-    that write spaces between words (UAX 29; of Korean at the beginning only). Numbers are compared as numbers: 1,000 is 1000 and
-    neither 1 nor 0, 1.0 is 1 and not 10, -5 is not 5. A comma before groups of three digits separates thousands, another single comma
-    is a decimal one; a point is decimal, unless several separate groups of three or a comma follows. Digits with a leading zero, or
-    that read as no number (10.0.0.1), are compared as written. Signs that belong to a name count: C is not found in C++, nor NET in
-    .NET. Width, forms of quotes and dashes, white space, and punctuation after a word do not count.
+    An answer is not found within a longer word: at each end, a boundary is asked for between two letters or digits of scripts that
+    write spaces between words (UAX 29; of Korean at the beginning only). Numbers are compared as numbers: 1,000 is 1000 and neither 1
+    nor 0, 1.0 is 1 and not 10, -5 is not 5. A comma before groups of three digits separates thousands, another single comma is a
+    decimal one; a point is decimal, unless several separate groups of three or a comma follows. Digits with a leading zero, or that
+    read as no number (10.0.0.1), are compared as written. Signs of a name count: C is not found in C++, nor NET in .NET. Width, forms
+    of quotes and dashes, white space, and punctuation after a word do not count.
 
     Args:
         text: What a model wrote.
         answer: The answer.
-        place: Where the answer has to be: `anywhere`, at the `start`, or as the `whole` text. The latter two ignore punctuation and
-            an English article before it, `whole` also punctuation after it. Default: anywhere.
+        place: `anywhere`, at the `start`, or as the `whole` text. The latter two ignore punctuation and an English article before it,
+            `whole` also punctuation after it. Default: anywhere.
         match_case: Whether the case of letters counts. Default: False.
     """
     folded, wanted = _fold(text, match_case), _fold(answer, match_case)
@@ -134,7 +133,7 @@ def _plain_character(character: str) -> str:
 
 
 def _read_parts(found: "regex.Match[str]") -> Iterator[tuple[str, Decimal | None]]:
-    """Yield the numbers that digits with separators are, each in one form and as a number; None for those that are none."""
+    """Yield the numbers in digits with separators, each in one form and as a number, or None for no number."""
     digits, sign = regex.sub(r"['_\s]", "", found["digits"]), "-" if found["sign"] == "-" else ""
     for part in [digits] if _read_number(digits) is not None else digits.split(","):
         value = _read_number(part)
@@ -147,7 +146,7 @@ def _read_parts(found: "regex.Match[str]") -> Iterator[tuple[str, Decimal | None
 
 
 def _read_number(digits: str) -> Decimal | None:
-    """Return a number by its separators of thousands and fractions; None for a leading zero and what reads as no number."""
+    """Return a number by its separators; None for a leading zero and what reads as no number."""
     if _POINT_FOR_FRACTIONS.fullmatch(digits):
         digits = digits.replace(",", "")
     elif _COMMA_FOR_FRACTIONS.fullmatch(digits):

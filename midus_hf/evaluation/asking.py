@@ -67,6 +67,6 @@ def question_inputs(
 
 @torch.no_grad()
 def greedy_answer(model: Any, inputs: "BatchEncoding", max_new_tokens: int, **options: Any) -> torch.Tensor:
-    """Return the likeliest continuation of a question, `[new tokens]`, int64; `options` are arguments of `generate`."""
+    """Return the likeliest continuation, `[new tokens]`, int64; `options` are arguments of `generate`."""
     written = model.generate(**inputs, **options, **GREEDY, max_new_tokens=max_new_tokens)
     return written[0, inputs["input_ids"].shape[1] :]

@@ -1,4 +1,4 @@
-"""Evaluation of checkpoints, one after the other, with the same settings. Torch is imported when a model is measured."""
+"""Evaluation of checkpoints with the same settings. Torch is imported when a model is measured."""
 
 import dataclasses
 import math
@@ -58,7 +58,7 @@ class EvaluationSettings:
 
 
 def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
-    """Evaluate models, and return a report. As much as possible is checked before the first model is loaded."""
+    """Evaluate models and return a report; checks that need no model come first."""
     from midus_hf.data.corpus import read_corpus, read_paths
     from midus_hf.topics.tree import ClusterTree
 
@@ -132,9 +132,8 @@ def _measure(
 
 
 def _path_finder(model: Any, settings: EvaluationSettings, written: "DocumentPaths | None") -> "PathFinder | None":
-    """Return the function that finds the paths of a model's texts, by the retriever or from their column; None without paths."""
+    """Return the function that finds paths of texts, by the retriever or a column; None without paths."""
     import torch
-
     from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
     from midus_hf.memories.hierarchical.bank import check_paths
     from midus_hf.memories.hierarchical.fetching import check_tree

@@ -20,7 +20,7 @@ PathFinder = Callable[[Sequence[str]], torch.Tensor]
 
 @contextlib.contextmanager
 def fetching(model: nn.Module, path: Sequence[int]) -> Iterator[None]:
-    """Make every row of every forward pass fetch the blocks of one path within the context, whatever calls the model."""
+    """Make every row of every forward pass fetch the blocks of one path within the context."""
 
     def add_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tokens = args[0] if args else kwargs.get("input_ids")

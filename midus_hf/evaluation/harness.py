@@ -32,8 +32,7 @@ from midus_hf.sources.tokenizers import check_ids
 
 PREFIX = "midus_"
 _FOLDER = Path(__file__).parent / "tasks"
-# Name of the task whose rows are written by users.
-_FACTS = "facts"
+_FACTS = "facts"  # name of the task whose rows are written by users
 # Where a clause may end: at signs, but not within a number (1,000 or 10:30) or before a letter (.com), except for wide signs.
 _CLAUSE_END = regex.compile(
     r"[,;](?!\d)|[\p{Terminal_Punctuation}--[,;]](?!\w)|[\p{Terminal_Punctuation}--\p{ASCII}]"
@@ -75,7 +74,7 @@ class FetchingLM(HFLM):
         *args: Any,
         **kwargs: Any,
     ) -> list[Any]:
-        """Run requests whose texts have the same path together, with its blocks, and return the results in their order."""
+        """Run requests with the same path together, with its blocks; return the results in their order."""
         if self._find_paths is None:
             return run(requests, *args, **kwargs)
         texts = [text_of(request) for request in requests]
@@ -102,7 +101,7 @@ class FetchingLM(HFLM):
 
 
 class _LocalTask(ConfigurableTask):
-    """A local task. Its rows are read like those of a corpus, since the reader of `datasets` turns answers into dates."""
+    """A local task. Rows are read like those of a corpus, since `datasets` turns answers into dates."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
@@ -174,12 +173,12 @@ class Tasks:
         return scores
 
     def load(self) -> dict[str, Any]:
-        """Return the harness's groups, and its `tasks` by their names in the harness, including members of groups."""
+        """Return the harness's groups, and its `tasks` by name, including members of groups."""
         return self.manager.load(self.specs)
 
 
 def _plain(value: Any) -> float | int | str | None:
-    """Return a metric as JSON can hold it: a finite number, None or text. Tasks of other packages may return any type."""
+    """Return a metric as JSON can hold it: a finite number, None or text."""
     value = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(value, (int, float)):
         return value if math.isfinite(value) else None
@@ -187,7 +186,7 @@ def _plain(value: Any) -> float | int | str | None:
 
 
 def _task_manager(names: set[str], include_path: str | Path | None) -> TaskManager:
-    """Return a task manager with the names, without the harness's tasks if no name needs them, since finding them takes long."""
+    """Return a task manager with the names, without the harness's tasks, which are slow to find, if none is named."""
     paths = None if include_path is None else str(include_path)
     manager = TaskManager(include_path=paths, include_defaults=False)
     if names <= set(manager.all_tasks):
@@ -201,7 +200,7 @@ def _own_tasks() -> TaskManager:
 
 
 def question_of(task: Any, doc: dict[str, Any]) -> str:
-    """Return the question that a task asks about a document, without worked examples. It decides which blocks are fetched."""
+    """Return a document's question, without worked examples. It decides which blocks are fetched."""
     text = task.doc_to_text(doc)
     if isinstance(text, str):
         return text
@@ -212,7 +211,7 @@ def question_of(task: Any, doc: dict[str, Any]) -> str:
 
 
 def local_task_names() -> list[str]:
-    """Return the short names of the local tasks, such as `boolq`. lm-eval knows this task as `midus_boolq`."""
+    """Return the short names of the local tasks, such as `boolq` for lm-eval's `midus_boolq`."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
@@ -239,7 +238,7 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
 
 
 def _judge_fact(row: dict[str, Any], written: Sequence[str]) -> dict[str, float]:
-    """Return whether what is written up to the end of a clause is one of the answers, which may be longer than a clause."""
+    """Return whether the text up to the end of a clause is an answer; answers may be longer than a clause."""
     clauses = [written[0][: end.start()] for end in _CLAUSE_END.finditer(written[0])]
     is_right = any(has_answer(clause, answer, "whole") for clause in clauses for answer in row["answers"])
     return {"exact_match": float(is_right)}

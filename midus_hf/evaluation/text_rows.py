@@ -23,15 +23,15 @@ DOCUMENT_SEPARATOR = "\n\n"
 
 @dataclass(frozen=True)
 class TextRows:
-    """A text as rows of tokens. A model reads all tokens of a row but the last, and predicts all but the first few.
+    """A text as rows of tokens. A model reads all tokens of a row except the last, and predicts all after the lead.
 
     Args:
         name: Name of the text.
         rows: Token ids of each row, `[T]`, two or more.
-        documents: Number of the document that each row belongs to.
+        documents: Number of the document of each row.
         paths: Path by which the rows of each document fetch blocks, `[documents, p]`, int64. Default: nothing is fetched.
         lead: Number of tokens at the beginning of each row that are not predicted, 1 or more. Default: 1.
-        num_bytes: Bytes, in UTF-8, of the text that each row predicts, as many as rows. Default: none, they are not known.
+        num_bytes: UTF-8 bytes of the text that each row predicts. Default: none, they are not known.
         tokens_sha256: SHA-256 of the ids of the whole text, also of tokens that no row has. Default: empty, not known.
     """
 
@@ -75,7 +75,7 @@ class TextRows:
         return kwargs
 
     def targets(self) -> torch.Tensor:
-        """Return the token that each position of the forward pass predicts, `[R, T - 1]`, int64; -100 for none."""
+        """Return the token that each position predicts, `[R, T - 1]`, int64; -100 for none."""
         behind = [row[1:].index_fill(0, torch.arange(self.lead - 1), IGNORED_LABEL) for row in self.rows]
         return torch.nn.utils.rnn.pad_sequence(behind, batch_first=True, padding_value=IGNORED_LABEL)
 
@@ -113,7 +113,7 @@ def text_rows(
     max_tokens: int | None = None,
     joined: bool = False,
 ) -> TextRows:
-    """Tokenize documents one by one without special tokens, and cut them into rows in which every token is predicted once.
+    """Tokenize documents one by one without special tokens, and cut them into rows that predict every token once.
 
     If the tokenizer puts tokens before a text (`prefix_ids`: BOS of Llama and Gemma), each row begins with them. If it does not
     (Qwen, SmolLM), a row begins with the last token of the row before, and the first token of a document is not predicted. Long rows
@@ -123,11 +123,10 @@ def text_rows(
         name: Name of the text.
         documents: Documents of the text.
         tokenizer: Tokenizer of the models that will read the rows.
-        config: Config of the models that will read the rows.
-        sequence_length: Tokens that are predicted per row; the last row of a document has fewer. Default: 1024, or the longest that
-            the model was made for if that is shorter.
-        max_tokens: Largest number of tokens to predict, in rows that are evenly spread over the text, at least one row. Default:
-            all.
+        config: Config of these models.
+        sequence_length: Tokens predicted per row; the last row of a document has fewer. Default: 1024, or the model's length if
+            shorter.
+        max_tokens: Largest number of tokens to predict, in rows evenly spread over the text, at least one row. Default: all.
         joined: Whether documents are concatenated, with a blank line between them, into one document. Default: False.
 
     Raises:
@@ -170,10 +169,7 @@ def text_rows(
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> tuple[torch.Tensor, list[int] | None]:
-    """Return the tokens of concatenated documents, with a blank line between them, `[T]`, int64, and where each ends.
-
-    A token ends at a byte of the text in UTF-8, by the offsets of a fast tokenizer; None for others.
-    """
+    """Return the tokens of documents joined by blank lines, `[T]`, int64, and each one's end in bytes (None if not fast)."""
     texts = [*(document + DOCUMENT_SEPARATOR for document in documents[:-1]), *documents[-1:]]
     ids: list[int] = []
     ends: list[int] = []
@@ -202,9 +198,7 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def row_losses(model: PreTrainedModel, text: TextRows, *, batch_size: int = 4) -> RowLosses:
-    """Run a model on a text, and return its losses, computed in float32 or wider and summed in float64.
-
-    A terminal shows a progress bar.
+    """Return the losses of a model on a text, computed in float32 or wider and summed in float64.
 
     Args:
         model: A causal language model. It is in eval mode while it reads.
@@ -228,14 +222,11 @@ def row_losses(model: PreTrainedModel, text: TextRows, *, batch_size: int = 4) -
 
 
 def row_sums(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the summed loss of each row of a batch, in nats, computed in float32 or wider and summed in float64.
+    """Return the summed loss of each row, `[B]`, float64, in nats, computed in float32 or wider.
 
     Args:
         logits: Logits of a model, `[B, T, V]`.
         targets: The token that each position predicts, `[B, T]`, int64; -100 for none.
-
-    Returns:
-        The sums, `[B]`, float64.
     """
     sums = []
     for predicted, target in zip(logits, targets.to(logits.device), strict=True):

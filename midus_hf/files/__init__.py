@@ -1,1 +1,1 @@
-"""Writing to disk: files and folders are written atomically, under locks, and never replace the user's files."""
+"""Writing to disk: atomic, under locks, never over the user's files."""

@@ -1,4 +1,4 @@
-"""Parts of model cards: lines of Python that load the model, and evaluation results, which are valid until the model changes."""
+"""Parts of model cards: Python that loads the model, and evaluation results, valid until it changes."""
 
 import io
 import re
@@ -7,7 +7,6 @@ import sys
 # The metadata at the top of a card, as the Hub finds it, and the line that begins its results.
 _METADATA = re.compile(r"\A\s*---(?:\r\n|\r|\n)[\S\s]*?(?:\r\n|\r|\n)(?=---[ \t]*(?:\r|\n|\Z))")
 _RESULTS = re.compile(r"""(["']?)model-index\1[ \t]*:""")
-
 # Heading of a card's section on protected texts, which does not hold once the model is trained again.
 PROTECTED_HEADING = "## Protected texts"
 

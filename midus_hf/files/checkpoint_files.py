@@ -1,7 +1,7 @@
-"""The files in a checkpoint's folder, by kind: their names and who writes them, declared in one place; and reading of JSON.
+"""The files in a checkpoint's folder by kind, declared in one place; and reading of JSON.
 
-A kind is a tuple of patterns of paths relative to the folder, with `/` between their parts, each as `fnmatch` and `Path.glob`
-take it. Hidden names match only patterns that begin with a dot.
+A kind is a tuple of patterns of paths relative to the folder, as `fnmatch` and `Path.glob` take them. Hidden names match only
+patterns that begin with a dot.
 """
 
 import json
@@ -16,7 +16,6 @@ from typing import Any
 from midus_hf.config.errors import RequestError, first_few
 
 Kind = tuple[str, ...]
-
 CONFIG_FILE, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 RECORD_FILE, CARD_FILE = "upscale.json", "README.md"
@@ -31,13 +30,11 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 TRAINED_FILE, BLOCK_STATES, INPUTS_FILE = "trained.safetensors", "block_states", "inputs.json"
 TRAINER_STATE, MANIFEST_FILE = "trainer_state.json", "manifest.json"
 STREAM_FILE = "stream-{}.safetensors"  # by the number of the process
-
 # Folder in a checkpoint with one folder per bank, named after the bank's memory, and the file that identifies a bank of blocks.
 BANKS_FOLDER, BANK_DESCRIPTION = "memory_bank", "bank.json"
 # Files of a tree of topics. The second is written last and holds the fingerprint of the first. A bank that was trained
 # with a tree has copies of both.
 TREE_FILES = ("tree.safetensors", "tree.json")
-
 # As `save_pretrained` and `upscale` name weights. Shards with other names are found through an index: `indexed_weights`.
 _NUMBER = "[0-9]" * 5
 WEIGHTS: Kind = (SINGLE_FILE, f"model-{_NUMBER}-of-{_NUMBER}.safetensors", INDEX_FILE)
@@ -62,8 +59,7 @@ CODE: Kind = ("modeling_midus.py",)
 RECORD: Kind = (RECORD_FILE,)
 CARD: Kind = (CARD_FILE,)
 ADAPTERS: Kind = ("adapter_model.safetensors", ADAPTER_CONFIG)
-# Names and texts that a model with packs reads.
-GLOSSARY_FILE = "glossary.jsonl"
+GLOSSARY_FILE = "glossary.jsonl"  # names and texts that a model with packs reads
 # Files that a trained model takes over from the model it was trained from.
 ACCOMPANYING: Kind = (*RECORD, *CARD, *TERMS)
 # All that is in a folder that `upscale`, `strip` or an edit wrote but banks, which memories know, with what training and the Hub add.
@@ -83,7 +79,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:
-    """Return the value of JSON, a text or bytes in UTF-8; a `ValueError` for other text, deep nesting and, if asked, twin keys."""
+    """Return the value of JSON, text or UTF-8; `ValueError` for other text, deep nesting and, if asked, twin keys."""
     try:
         return json.loads(text, object_pairs_hook=_each_once if unique_keys else None)
     except RecursionError:
@@ -129,9 +125,9 @@ _MODULE = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 def named_code(folder: Path) -> list[Path]:
-    """Return the Python files that tokenizer and processor configs name and import, sorted.
+    """Return the Python files that tokenizer and processor configs name and import, sorted; nothing is executed.
 
-    Nothing is executed. Names that lead out of the folder, to another repository or to a missing file are skipped.
+    Names that lead out of the folder, to another repository or to a missing file are skipped.
     """
     found: dict[str, Path] = {}
     wanted = named_modules(folder)

@@ -1,4 +1,4 @@
-"""Atomic output: it is written under a hidden name next to its path, and renamed at the end; and the error of a full disk."""
+"""Atomic output, written under a hidden name and renamed at the end; and the error of a full disk."""
 
 import contextlib
 import errno
@@ -25,8 +25,7 @@ from midus_hf.files.checkpoint_files import (
     parse_json,
 )
 
-# Entry of a record that says that the new parts were removed.
-STRIPPED_KEY = "stripped"
+STRIPPED_KEY = "stripped"  # entry of a record that says that the new parts were removed
 
 
 def unfinished_path(path: Path, state: str = "partial") -> Path:
@@ -96,7 +95,7 @@ class OutputFolder:
 
     Args:
         path: Path of the output; `~` is expanded, and links are followed.
-        source: The folder it is made from, which must neither contain the output nor lie inside it. Default: none.
+        source: The folder it is made from; neither may contain the other. Default: none.
         overwrite: Whether an existing checkpoint may be replaced. Default: False.
     """
 
@@ -237,7 +236,7 @@ def as_disk_error(error: BaseException, path: Path | None = None, needed: int | 
 
     Args:
         error: The exception.
-        path: The file that was being written. Default: unknown; the message has the free space of all disks that a command uses.
+        path: The file being written. Default: unknown; the message has the free space of all disks that a command uses.
         needed: About how many bytes it needs. Default: unknown.
     """
     if isinstance(error, DiskWriteError):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 HIDDEN = "<hidden>"
-
 _ENDINGS = "token|key|secret|password"
 _SECRET = re.compile(rf".*({_ENDINGS})", re.IGNORECASE)
 # Names of special tokens, and of columns and parts: the word before `token` or `key`.
@@ -32,7 +31,7 @@ _PLAIN = re.compile(rf"[\d.eE+-]+|true|false|none|null|{HIDDEN}", re.IGNORECASE)
 
 
 def names_secret(key: object) -> bool:
-    """Return whether a key ends in `token`, `key`, `secret` or `password`, and is none of special tokens, columns and parts."""
+    """Return whether a key ends in `token`, `key`, `secret` or `password`, except special tokens, columns and parts."""
     name = str(key)
     return bool(_SECRET.fullmatch(name)) and not _NO_SECRET.fullmatch(name)
 
@@ -41,8 +40,8 @@ def without_secrets(value: Any, is_secret: bool = False) -> Any:
     """Return a value with `<hidden>` in place of each secret, at any depth of mappings and lists.
 
     Secrets are strings under a key that `names_secret`; and within any string, tokens of the Hub (`hf_...`), the user and password of
-    an address (`https://USER:PASSWORD@HOST`), and what follows such a key in `key=value` or in a mapping. Numbers, booleans and
-    null are not secrets. Hidden values are not changed. `is_secret`: whether the value is one as a whole. Default: False.
+    an address (`https://USER:PASSWORD@HOST`), and what follows such a key in `key=value` or in a mapping. Numbers, booleans and null
+    are not secrets. `is_secret`: whether the value is one as a whole. Default: False.
     """
     if isinstance(value, Mapping):
         return {key: without_secrets(inner, is_secret or names_secret(key)) for key, inner in value.items()}

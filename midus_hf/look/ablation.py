@@ -1,4 +1,4 @@
-"""Effects on the loss of texts when a model computes without an added part, one part at a time, and without all of them."""
+"""Effects on the loss of texts when a model computes without one added part, or without all."""
 
 import math
 from collections.abc import Sequence
@@ -15,9 +15,7 @@ HOW_TO_READ = (
     "The effect of a part on a text is how much the text's loss grows without the part. Parts can compensate for one another, so the "
     "effects of single parts need not add up to the effect of all parts."
 )
-
-# Name of all added parts together among the parts.
-_ALL = "all of them"
+_ALL = "all of them"  # name of all added parts together among the parts
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,7 @@ class Effect:
 
 
 def effect_between(usual: RowLosses, changed: RowLosses) -> Effect:
-    """Return the changed model's loss per token minus the unchanged one's, with its error.
-
-    The error is that of a ratio of sums over random rows.
-    """
+    """Return the changed model's loss per token minus the unchanged one's; the error is that of a ratio of sums over random rows."""
     sums, counts = changed.sums - usual.sums, usual.tokens.double()
     mean, rows = (sums.sum() / counts.sum()).item(), len(counts)
     if rows < 2:
@@ -57,7 +52,7 @@ class PartEffect:
     Args:
         part: Name of the part that was switched off; `all of them` for all added parts together.
         kind: Kind of the part, as in `Part`; `all` for all added parts together.
-        layers: Indices of the decoder layers of the part.
+        layers: Indices of the part's decoder layers.
         text: Name of the text.
         loss: Loss without the part, in nats per predicted token.
         effect: The loss without the part minus the loss of the unchanged model.
@@ -82,7 +77,7 @@ class Ablation:
     Args:
         losses: Loss of each text with the unchanged model, in nats per predicted token.
         effects: Effects of single parts, then of all added parts together, each on every text.
-        whole_base: Whether the loss without all added parts is that of the base, if the base's weights are unchanged.
+        whole_base: Whether the model without all added parts is the base, if the base's weights are unchanged.
     """
 
     losses: dict[str, float]

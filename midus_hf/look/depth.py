@@ -1,4 +1,4 @@
-"""Attention to the depth: how heads divide their attention between the sequence and the slots that earlier layers wrote."""
+"""Attention to the depth: how heads divide attention between the sequence and slots of earlier layers."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,17 +23,11 @@ HOW_TO_READ = (
     "short, or that the output projection leaves out, adds little. In pictures, 2a is what attention of layer 2 wrote, and 2f what "
     "was projected from the input of its feed-forward network."
 )
-# Number of slots per layer that the table names.
-_MOST_SLOTS = 3
+_MOST_SLOTS = 3  # number of slots per layer that the table names
 
 
 class ReadSlot(NamedTuple):
-    """A slot that a layer reads.
-
-    Args:
-        layer: Index of the decoder layer that wrote the slot.
-        source: Part of the layer that the slot comes from: `attention` or `ffn`.
-    """
+    """A slot that a layer reads: the decoder layer that wrote it, and its `source` there, `attention` or `ffn`."""
 
     layer: int
     source: str
@@ -154,9 +148,8 @@ def _real_tokens(arguments: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch
 def record_depth(model: nn.Module) -> Iterator[list[DepthReading]]:
     """Record, in the context, how each head divides its attention between sequence and depth.
 
-    A share is the weight that `joint_attention` multiplies a value with, including the gate. Shares are computed in addition to the
-    forward pass, whose output does not change. They are summed over all tokens except padding, so the size of the records does not
-    grow with the text. Compiled models run uncompiled within the context.
+    A share is the weight that `joint_attention` multiplies a value with, including the gate. The output of the forward pass does not
+    change. Shares are summed over all tokens except padding, so records do not grow with the text. Compiled models run uncompiled.
 
     Args:
         model: A causal language model whose decoder has `layers`. It has additional hooks within the context.

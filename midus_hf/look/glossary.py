@@ -1,4 +1,4 @@
-"""Checks of a glossary: whether a model with packs reproduces its texts and answers questions, and which names are found."""
+"""Checks of a glossary: whether a model with packs has its texts, answers questions and finds names."""
 
 import itertools
 import re
@@ -79,7 +79,7 @@ _FORMS: Mapping[str, Callable[[str], str]] = {
 
 
 class Value(NamedTuple):
-    """A value in an entry's text: the sentence up to it, without the space before it, and the value with that space."""
+    """A value in an entry's text: the sentence before it, and the value with the space before it."""
 
     prompt: str
     text: str
@@ -91,7 +91,7 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
     Args:
         model: A model with packs, which `from_pretrained` loaded.
         limit: Number of entries, the first ones. Default: all.
-        batch_size: Values per forward pass.
+        batch_size: Values per forward pass. Default: 4.
 
     Returns:
         A record per entry, those with the most missing values first: the first name as `entry`; the number of `values`, and of those
@@ -240,8 +240,8 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
         questions: Rows with `question` and `answer`, as `read_questions` returns them.
 
     Returns:
-        A record per question with `question`, `answer`, whether the model's answer is `right`, also `without` packs and with the text
-        in `front`, what it `said` with packs, and which names it has in another form (`read_as`). Those that are wrong come first.
+        A record per question, wrong ones first: `question`, `answer`, whether the model's answer is `right`, also `without` packs and
+        with the text in `front`, what it `said` with packs, and which names the question has in another form (`read_as`).
 
     Raises:
         RequestError: If the model has no packs, or cannot be asked a question.

@@ -33,8 +33,8 @@ class HeadImportance:
     Args:
         layers: Indices of the measured layers, ascending: all layers whose attention has an output projection.
         base_layers: Index in the base of each measured layer, if the config records the base's layers; otherwise the layer's index.
-        absolute: Mean over tokens of `|a_h . dLoss/da_h|`, `[L, H]`, float64 (Bansal et al.). In the last layer only the tokens
-            that predict the answer have a gradient, and only these tokens count.
+        absolute: Mean over tokens of `|a_h . dLoss/da_h|`, `[L, H]`, float64 (Bansal et al.). In the last layer only the tokens that
+            predict the answer have a gradient, and only these count.
         answers: Number of answers.
         loss: Mean loss per answer, in nats.
     """
@@ -49,9 +49,8 @@ class HeadImportance:
 def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadImportance:
     """Measure the importance of heads for answers: their output times its gradient of the loss.
 
-    A head's output is its part of the input of attention's output projection, for any attention implementation. The loss of an
-    answer is summed over the answer's tokens, so that scores do not depend on how answers would be batched. The model is not
-    changed: gradients are taken with respect to activations, not weights.
+    A head's output is its part of the input of attention's output projection, for any attention implementation. The loss of an answer
+    is summed over its tokens, so scores do not depend on batches. Gradients are taken with respect to activations, not weights.
 
     Args:
         model: A causal language model, in eval mode.

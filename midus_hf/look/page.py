@@ -1,4 +1,4 @@
-"""Answers to questions about a model: tables, JSON, CSV, pictures (which need matplotlib), and self-contained pages of HTML."""
+"""Answers to questions about a model: tables, JSON, CSV, pictures, and self-contained pages of HTML."""
 
 import base64
 import csv
@@ -13,17 +13,10 @@ from typing import Any, NamedTuple
 from midus_hf.config.errors import RequestError
 from midus_hf.files.outputs import atomic_write, write_text
 
-# Endings of files that an answer can be written to.
-FILE_SUFFIXES = (".html", ".png", ".pdf", ".csv", ".json")
-# Endings of files that have pictures, for which matplotlib is needed.
-DRAWN_SUFFIXES = (".html", ".png", ".pdf")
-
-# A row of an answer: values by name. Numbers are not rounded; None is unknown.
-Row = Mapping[str, Any]
-
-# A function that draws on matplotlib's axes, which already have the panel's title.
-Panel = Callable[[Any], None]
-
+FILE_SUFFIXES = (".html", ".png", ".pdf", ".csv", ".json")  # endings of files that an answer can be written to
+DRAWN_SUFFIXES = (".html", ".png", ".pdf")  # endings of files that have pictures, for which matplotlib is needed
+Row = Mapping[str, Any]  # a row of an answer: values by name. Numbers are not rounded; None is unknown.
+Panel = Callable[[Any], None]  # a function that draws on matplotlib's axes, which already have the panel's title
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
 <style>
@@ -107,10 +100,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to one question about a model; on a page, `sections` are answers that it consists of.
-
-    `failure` says why a check failed, which ends the command with status 1.
-    """
+    """Answer to one question; on a page, it consists of `sections`. A `failure` of a check ends the command with status 1."""
 
     title: str
     summary: str

@@ -1,4 +1,4 @@
-"""Positions where a model with a memory of n-grams or names can differ from the model without it, found from token ids."""
+"""Positions where a memory of n-grams or names can change a model's output, found from token ids."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -112,7 +112,6 @@ def touched_rows(
     """Return a row per text and memory."""
     known = {} if certificate is None else {text["sha256"]: text["name"] for text in certificate["texts"]}
     certified = {name: texts_digest(documents) in known for name, documents in texts.items()} if known else {}
-
     rows: list[Row] = []
     for (text, memory), one in counts.items():
         total = int(one.tokens.sum())

@@ -1,4 +1,4 @@
-"""Usage: how often memories retrieve each slot, how often tokens open each chapter, and how often texts fetch each block."""
+"""How often memories retrieve each slot, tokens open each chapter, and texts fetch each block."""
 
 import contextlib
 import dataclasses
@@ -23,8 +23,8 @@ class MemoryUsage:
 
     Args:
         used: Share of the slots of all heads that were retrieved at least once.
-        perplexity: `exp(entropy) / N` of a head's distribution of lookups over its N slots, averaged over heads: 1 if all
-            slots are retrieved equally often, 1 / N if every lookup retrieves the same slot.
+        perplexity: `exp(entropy) / N` of a head's lookups over its N slots, averaged over heads: 1 if all slots are retrieved equally
+            often, 1 / N if every lookup retrieves the same one.
         largest: Largest share of a head's lookups that falls on a single slot, over all heads.
     """
 
@@ -33,8 +33,7 @@ class MemoryUsage:
     largest: float
 
 
-# Counts `[H, N]`, int64, by memory or level of a bank, as `record_usage` yields them.
-Counts = dict[str, torch.Tensor]
+Counts = dict[str, torch.Tensor]  # counts `[H, N]`, int64, by memory or level of a bank, as `record_usage` yields them
 
 
 def summarise(counts: torch.Tensor) -> MemoryUsage:
@@ -56,22 +55,20 @@ def summarise(counts: torch.Tensor) -> MemoryUsage:
 def record_usage(model: nn.Module) -> Iterator[Counts]:
     """Count, in the context, retrieved slots, opened chapters and fetched blocks.
 
-    Every token counts once; activation checkpointing does not count it again. Padding counts only for retrieved slots. Shared
-    chapters, which every token reads, and the generic memory of a bank are left out. Slots and chapters are chosen a second time
-    for the count, so forward passes take longer. Within the context, all compiled models, not only this one, run
-    uncompiled: compiled code does not call hooks that were added after compilation.
+    Every token counts once, also under activation checkpointing; padding counts only for retrieved slots. Shared chapters and the
+    generic memory of a bank are left out. Slots and chapters are chosen a second time for the count, so forward passes take longer.
+    All compiled models run uncompiled, since compiled code does not call hooks added later.
 
     Args:
-        model: A causal language model whose decoder has `layers`. Its memory modules have an additional hook while the context
-            is open; nothing else changes.
+        model: A causal language model whose decoder has `layers`. Its memories have an additional hook within the context.
 
     Yields:
         Counts of slots, `[H, N]`, int64, by the memory's layer and name, such as `3 ultramem`; of routed chapters, `[1, N]`; and of
         blocks, `[1, N]`, by the bank's name and level, such as `hier-ffn level 2`.
 
     Raises:
-        RequestError: If the model has nothing to count, or if the parameters of a memory are offloaded; within the context, if a
-            pass is called with `memory_blocks`, which does not name the blocks' nodes.
+        RequestError: If the model has nothing to count, or parameters of a memory are offloaded; within the context, if a pass is
+            called with `memory_blocks`, which does not name the blocks' nodes.
     """
     counts: Counts = {}
     decoder = decoder_of(model)

@@ -1,7 +1,4 @@
-"""Models that host memory. Importing this package registers families with the Auto classes.
-
-Classes of more families are made when a config names their type.
-"""
+"""Models that host memory. Importing this package registers the main families with the Auto classes."""
 
 import warnings
 

@@ -60,11 +60,11 @@ class CodeMixin:
 class MemoryConfig(CodeMixin):
     """Mixin for the config of a family that hosts memory.
 
-    A family declares the field `memory: list | None`, a list of entries `{"type", "layers", ...}`, which are validated and kept as
-    plain dictionaries. `head_kinds` are the ends of the names of the family's task heads, such as `"ForSequenceClassification"`.
+    A family declares the field `memory: list | None` of entries `{"type", "layers", ...}`, validated and kept as plain dictionaries.
+    `head_kinds` are the ends of the names of the family's task heads, such as `"ForSequenceClassification"`.
 
     Raises:
-        RequestError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken, or does not fit the
+        RequestError: If an entry has an unknown type or key, names layers that are absent, repeated or taken, or does not fit the
             model; if `layer_types` does not have one entry per layer.
     """
 
@@ -101,9 +101,7 @@ class HostMixin:
     # As in the config: the head of a language model is not split either, since it may be the embedding.
     _tp_plan = None
     _pp_plan = None
-
-    # The stack of layers that host memories.
-    stack: Any
+    stack: Any  # the stack of layers that host memories
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -118,8 +116,8 @@ class HostMixin:
         """Load a model as its family does, and what its memories have next to the weights.
 
         Raises:
-            RequestError: If a tensor that a memory reads itself is quantised, if tensor or pipeline parallelism is asked for, or if a
-                bank is absent or belongs to another model.
+            RequestError: If a tensor that a memory reads itself is quantised, tensor or pipeline parallelism is asked for, or a bank
+                is absent or belongs to another model.
         """
         for name, whole in (("tp_plan", {}), ("tp_size", 1), ("pp_size", 1)):
             asked = kwargs.get(name) or getattr(kwargs.get("distributed_config"), name, None)
@@ -170,7 +168,7 @@ class HostMixin:
 
     @property
     def glossary(self) -> Any:
-        """Entries of names and texts that the model knows (`Glossary`), which may change at any time.
+        """Names and texts that the model knows (`Glossary`), which may change at any time.
 
         Raises:
             RequestError: If the model has no packs, or was not loaded from a folder.
@@ -245,8 +243,8 @@ class HostMixin:
 class MemoryModel(HostMixin, HostStack):
     """Mixin for a family's decoder stack, whose layers host memories, and which holds shared tables.
 
-    Layers are taken over in place, so the family decides how they are built. If memories are attached, every layer of the base
-    becomes a host layer.
+    Layers are taken over in place, so the family decides how they are built. With attached memories, every base layer is a host
+    layer.
     """
 
     # Classes of host layers and of memory blocks, one per class of the family's layers.
@@ -305,7 +303,7 @@ class MemoryModel(HostMixin, HostStack):
         Args:
             memory_reports: Collector of the routers' reports (`RouterReports`). Default: routers do not report.
             token_ids: `[B, T]`, the ids of `inputs_embeds`, for memories that take `input_ids`. Default: `input_ids`.
-            kwargs: Other arguments of the family's forward, and arguments that memories take.
+            kwargs: Other arguments of the family's forward and of memories.
 
         Raises:
             RequestError: If a memory takes `input_ids`, and only embeddings are passed.
@@ -357,11 +355,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def _refuse_adapter_of_base(
     model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_of_torch: Any, **_more: Any
 ) -> None:
-    """Refuse an adapter made for the base of an upscaled model, as a pre-hook of `load_state_dict`.
-
-    PEFT loads adapters by it, and by then has put modules of the adapter on every layer that its targets match. If all weights have
-    layer numbers of the base, but later layers have modules of the adapter too, the adapter was made for the base.
-    """
+    """Refuse an adapter of the base, as a pre-hook: PEFT put it on all matching layers, but its weights lack later ones."""
     for adapter, names in _adapter_tensors(model).items():
         loaded = {name for name in names if prefix + name in state_dict}
         _check_adapter_layers(model.config, adapter, loaded, names, getattr(model, "peft_config", {}).get(adapter))
@@ -370,10 +364,7 @@ def _refuse_adapter_of_base(
 def _check_adapter_layers(
     config: Any, adapter: str, loaded: Iterable[str], names: Iterable[str], adapter_config: Any
 ) -> None:
-    """Refuse an adapter, whose targets match the tensors `names`, that was made for the base.
-
-    If its targets are only in some layers, the name of the model that it was trained on tells, and this warns.
-    """
+    """Refuse an adapter made for the base; if its targets are in some layers only, the name of its model tells, and this warns."""
     text_config = config.get_text_config()
     numbers: dict[int, int] = {}  # of each layer of the base where it occurs first
     for number, layer in base_layers(config).items():

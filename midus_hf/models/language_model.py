@@ -64,8 +64,7 @@ class MemoryForCausalLM(HostMixin):
     ) -> Any:
         """Run the family's forward, and add the losses of routers.
 
-        Arguments that are not listed here are passed to the family's forward. A Trainer drops the columns of a dataset that the
-        signature lacks.
+        Other arguments are passed to the family's forward. A Trainer drops columns of a dataset that the signature lacks.
 
         Args:
             input_ids: `[B, T]`, or None if `inputs_embeds` are passed.
@@ -106,10 +105,7 @@ class MemoryForCausalLM(HostMixin):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Prepare the inputs as the family does, and let services add to them.
-
-        transformers reads from the signature whether embeddings may replace the prompt's ids.
-        """
+        """Prepare the inputs as the family does, and let services add to them."""
         inputs = super().prepare_inputs_for_generation(
             input_ids, *args, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
         )
@@ -161,7 +157,7 @@ class RoutedAnswer(QuestionAnsweringModelOutput):
 
 
 class MemoryHead(HostMixin):
-    """Mixin for a family's task head: the family's own head and forward over a stack that hosts memory.
+    """Mixin for a family's task head: its own head and forward over a stack that hosts memory.
 
     The stack is always the attribute `model`, also of `LlamaForQuestionAnswering`, so that a language model's checkpoint fills it.
     """
@@ -203,11 +199,7 @@ class MemoryForClassification(MemoryHead):
         memory_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the family's forward, and add the losses of routers; see `MemoryForCausalLM.forward`.
-
-        Args:
-            labels: `[B]`, or `[B, T]` of a classifier of tokens. Default: no loss is computed.
-        """
+        """Run as `MemoryForCausalLM.forward`; `labels` are `[B]`, or `[B, T]` of a classifier of tokens. Default: no loss."""
         kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         kwargs |= {"inputs_embeds": inputs_embeds, "labels": labels}
         given = {"output_router_logits": output_router_logits, "token_mask": token_mask, "memory_ids": memory_ids}
@@ -235,12 +227,7 @@ class MemoryForQuestionAnswering(MemoryHead):
         memory_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the family's forward, and add the losses of routers; see `MemoryForCausalLM.forward`.
-
-        Args:
-            start_positions: `[B]`, index of the first token of the answer. Default: no loss is computed.
-            end_positions: `[B]`, index of the last token of the answer. Default: no loss is computed.
-        """
+        """Run as `MemoryForCausalLM.forward`; the positions, `[B]`, are the first and last token of the answer. Default: no loss."""
         kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         kwargs |= {"inputs_embeds": inputs_embeds, "start_positions": start_positions, "end_positions": end_positions}
         given = {"output_router_logits": output_router_logits, "token_mask": token_mask, "memory_ids": memory_ids}
@@ -250,8 +237,7 @@ class MemoryForQuestionAnswering(MemoryHead):
 class CompositeMemoryConfig(CodeMixin):
     """Mixin for a composite model's config, whose `text_config` is that of a family that hosts memory."""
 
-    # Class of `text_config`.
-    language_config_class: ClassVar[Any]
+    language_config_class: ClassVar[Any]  # class of `text_config`
     # Name of the class of models of this config.
     composite_class_name: ClassVar[str]
     text_config: Any
@@ -289,10 +275,7 @@ class MemoryForConditionalGeneration(MemoryForCausalLM):
         super().__init__(config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the composite model; arguments are those of `MemoryForCausalLM.forward`.
-
-        Its language model may get masks between pairs of tokens, so padding is passed on too.
-        """
+        """Run as `MemoryForCausalLM.forward`; padding is passed on, since masks may be between pairs of tokens."""
         padding = kwargs.get("attention_mask")
         if "tokens" in self.stack.services and isinstance(padding, torch.Tensor) and padding.dim() == 2:
             if kwargs.get("token_mask") is None:

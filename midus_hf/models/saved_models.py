@@ -69,7 +69,7 @@ def check_no_missing_tensors(name: str, missing: list[str], label: str = "model"
 def load_for_reading(
     name: str, dtype: str, device: str | None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, in eval mode, and its tokenizer, without an end token after texts. Bars are shown only on terminals."""
+    """Load a model, in eval mode, and its tokenizer, without an end token after texts."""
     check_dtype(dtype)
     usable = usable_device(device)
     unloaded = f"model is {name!r}, which cannot be loaded on {usable}"

@@ -119,7 +119,7 @@ class ModelView:
 
     @cached_property
     def new_modules(self) -> dict[str, nn.Module]:
-        """Layers and memories that were added, and tables that layers share, by name; may be empty.
+        """Added layers and memories, and tables that layers share, by name; may be empty.
 
         Raises:
             RequestError: If the record names a layer or a memory that the model does not have.
@@ -197,8 +197,8 @@ def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
     """Run a model without some of its parts within the context.
 
     A layer passes the residual stream on unchanged, a memory is skipped, heads that read the depth read only the sequence. What a
-    layer writes for other layers is kept: slots of the depth, and the output of a memory that skips layers. Within the context, all
-    compiled models run uncompiled.
+    layer writes for others is kept: slots of the depth, and the output of a memory that skips layers. All compiled models run
+    uncompiled.
 
     Args:
         model: A model as in `ModelView`.

@@ -1,4 +1,4 @@
-"""Functions on tensors, one folder per op: `reference.py` is the contract that the faster implementations must meet."""
+"""Functions on tensors, one folder per op; `reference.py` is the contract for faster implementations."""
 
 from midus_hf.ops.dispatch.calling import OpChoices, op_choices
 from midus_hf.ops.gather.op import weighted_gather

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Number of a place in a window that holds no token: before the beginning of a document, or padding.
-NO_TOKEN = 0
+NO_TOKEN = 0  # number of a place in a window that holds no token: before the beginning of a document, or padding
 
 
 def numbered(ids: Tensor, known: Tensor | None = None) -> Tensor:
@@ -39,13 +38,15 @@ def windows(tokens: Tensor, size: int, document: Tensor | None = None) -> Tensor
 
 
 def hashed_rows(around: Tensor, order: int, multipliers: Sequence[int], moduli: Sequence[int]) -> Tensor:
-    """Return a row per hash head for each n-gram: xor of odd multiples, modulo a prime (Engram, arXiv 2601.07372, section 2.2).
+    """Return a row per hash head for each n-gram, `[B, T, heads]`, int64 (Engram, arXiv 2601.07372, section 2.2).
+
+    It is the xor of odd multiples, modulo a prime.
 
     Args:
         around: `[B, T, n]`, as `windows` returns them.
         order: Number of tokens per n-gram, at most n.
         multipliers: An odd number per place of the window, whose products with all tokens are below 2^63.
-        moduli: Number of rows of each hash head; the result is `[B, T, heads]`, int64.
+        moduli: Number of rows of each hash head.
     """
     mixed = around[..., 0] * multipliers[0]
     for back in range(1, order):
@@ -56,8 +57,8 @@ def hashed_rows(around: Tensor, order: int, multipliers: Sequence[int], moduli: 
 def ngram_keys(around: Tensor, order: int, base: int) -> Tensor:
     """Return one integer per n-gram of the windows `around`, unique across n-grams of all orders: `[B, T]`, int64.
 
-    It is 0 where the document has fewer than `order` tokens up to this one. `base` is above all numbers of tokens, and
-    `base ** n` at most 2^63.
+    It is 0 where the document has fewer than `order` tokens up to this one. `base` is above all numbers of tokens, and `base ** n` at
+    most 2^63.
     """
     key = torch.zeros_like(around[..., 0])
     for back in reversed(range(order)):

@@ -22,8 +22,7 @@ _EXPECTED_SOURCES = {
 _TEXT_SUFFIXES = {*".csv .json .jsonl .md .ndjson .tsv .txt".split()}
 # A name with one of these endings is a file, though it could be a Hub id by its characters.
 _FILE_SUFFIXES = {*_TEXT_SUFFIXES, *".bz2 .gz .parquet .xz .zst".split()}
-# Bytes of a text file that are read before it is read as a whole.
-_BEGINNING = 2**20
+_BEGINNING = 2**20  # bytes of a text file that are read before it is read as a whole
 # What to do with an adapter that is given as a model.
 MERGE_ADAPTER = (
     "Merge the adapter into its base with PEFT (merge_and_unload, then save_pretrained), and give that model's folder."
@@ -34,7 +33,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def check_model_name(key: str, name: str) -> None:
-    """Check that a name is that of a saved model: a folder with a config, or an id that the Hub or its local cache has."""
+    """Check that a name is a saved model: a folder with a config, or an id on the Hub or in its cache."""
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / "config.json").is_file():
@@ -66,7 +65,7 @@ def saved_config(name: str) -> dict[str, Any]:
 
 
 def check_sources(sources: Iterable[tuple[str, str]]) -> None:
-    """Check that the models, texts and trees that a recipe names exist, as far as possible without reading them."""
+    """Check that the models, texts and trees of a recipe exist, as far as possible without reading them."""
     for key, name in sorted(sources, key=lambda source: source[0] != "model_name_or_path"):
         if key == "model_name_or_path":
             check_model_name(key, name)
@@ -101,7 +100,7 @@ def gguf_refusal(file: Path) -> str:
 
 
 def check_hub_id(key: str, name: str, kind: str = "model") -> None:
-    """Check that the Hub or its cache here has a model or a dataset, by one request where their libraries would ask for long."""
+    """Check by one request that the Hub, or its cache here, has a model or a dataset."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -153,7 +152,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def usable_device(name: str | None, precision: str = "float32") -> str:
-    """Return the device to compute on, after a test that it works, so that a wrong device is refused before a model loads."""
+    """Return the device to compute on, tested before a model loads."""
     import torch
 
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,6 +168,6 @@ def usable_device(name: str | None, precision: str = "float32") -> str:
 
 
 def short_names(models: Sequence[str]) -> list[str]:
-    """Return the last part of each folder or hub id if these parts are all different, else the full folders and ids."""
+    """Return the last part of each folder or hub id if all differ, else the full names."""
     short = [Path(model).name or model for model in models]
     return short if len(set(short)) == len(short) else list(models)

@@ -1,4 +1,4 @@
-"""Bars, ours and those of libraries: drawn on terminals, elsewhere a line each minute. And what else libraries print."""
+"""Bars, ours and those of libraries, on terminals, elsewhere a line each minute; and libraries' other output."""
 
 import contextlib
 import io
@@ -12,10 +12,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-# Between two lines of progress where standard error is no terminal.
-_SECONDS_PER_LINE = 60.0
-# Moves the cursor of a terminal up.
-_UP = "\x1b[A"
+_SECONDS_PER_LINE = 60.0  # between two lines of progress where standard error is no terminal
+_UP = "\x1b[A"  # moves the cursor of a terminal up
 
 
 @contextlib.contextmanager
@@ -33,17 +31,14 @@ def without_library_bars() -> Iterator[None]:
 
 
 class _BarLines(io.TextIOBase):
-    """Stream for bars without a terminal: passes on a line of them each minute, and all other text if `keeps_text`."""
+    """Stream for bars without a terminal: passes on a line each minute, and all other text if `keeps_text`."""
 
     def __init__(self, stream: TextIO, keeps_text: bool):
         self._stream, self._keeps_text = stream, keeps_text
         self._shown_at, self._is_drawing = time.monotonic(), False
 
     def write(self, text: str) -> int:
-        """Drop a bar, which begins with a carriage return, unless a minute has passed, and the end of its line.
-
-        Bars below others move the cursor by line breaks and upwards, which is dropped too.
-        """
+        """Drop a bar, which begins with a carriage return, its line's end and cursor movements, unless a minute has passed."""
         if _UP in text or (len(text) > 1 and not text.strip("\n")):
             return len(text)
         if text.startswith("\r"):
@@ -62,14 +57,14 @@ class _BarLines(io.TextIOBase):
 
 
 def show_progress(iterable: Iterable[Any] | None = None, **settings: Any) -> tqdm:
-    """Return a bar of tqdm, drawn on a terminal and elsewhere a line each minute, in the first process of a run."""
+    """Return a bar of tqdm in the first process of a run: drawn on a terminal, elsewhere a line each minute."""
     is_first = int(os.environ.get("RANK", 0)) == 0
     stream = sys.stderr if sys.stderr.isatty() else _BarLines(sys.stderr, keeps_text=False)
     return tqdm(iterable, file=stream, disable=not is_first, **settings)
 
 
 def limit_bars() -> contextlib.AbstractContextManager[Any]:
-    """Let the bars of libraries print a line each minute within the context, where standard error is no terminal."""
+    """Let bars of libraries print a line each minute in the context, if standard error is no terminal."""
     if sys.stderr.isatty():
         return contextlib.nullcontext()
     return contextlib.redirect_stderr(_BarLines(sys.stderr, keeps_text=True))
@@ -77,7 +72,7 @@ def limit_bars() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide warnings, logs below errors, progress bars of transformers and all standard output within the context."""
+    """Hide warnings, logs below errors, bars of transformers and standard output in the context."""
     before = logging.root.manager.disable
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -91,7 +86,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_bars() -> Iterator[None]:
-    """Hide standard error within the context, except for logged errors and a line of bars each minute; terminals get everything."""
+    """Hide standard error in the context, except logged errors and a line of bars each minute; terminals get all."""
     if sys.stderr.isatty():
         yield
         return

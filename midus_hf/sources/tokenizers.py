@@ -19,7 +19,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def without_suffix_tokens(tokenizer: Any) -> Any:
-    """Return a tokenizer for texts to be continued: the one given, or a copy that does not append special tokens to texts.
+    """Return a tokenizer for texts to be continued: the one given, or a copy that appends no special tokens.
 
     Raises:
         RequestError: If it is not a fast one, and they cannot be left out.
@@ -66,10 +66,7 @@ def _slow_open_ended(tokenizer: Any) -> Any:
 
 
 def prefix_ids(tokenizer: Any) -> list[int]:
-    """Return the ids that a tokenizer puts before every text: those of no token, of BOS, or of several tokens.
-
-    Packed sequences and the rows of evaluations begin with them, wherever in a text they begin.
-    """
+    """Return the ids that a tokenizer puts before every text: none, BOS, or several. Packed sequences and rows begin with them."""
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         framed = tokenizer.build_inputs_with_special_tokens([-1])
         return framed[: framed.index(-1)]

@@ -1,1 +1,1 @@
-"""Topics of texts: documents, their windows and embeddings, trees of clusters, and the path of a text in a tree."""
+"""Topics of texts: windows and embeddings of documents, trees of clusters, and paths of texts in a tree."""

@@ -12,9 +12,7 @@ import torch
 from midus_hf.config.errors import RequestError
 from midus_hf.topics.tree import ClusterTree, TreeOrigin, squared_distances
 
-# Largest size of a cluster in a step, as a multiple of the mean cluster size.
-BALANCE = 1.5
-
+BALANCE = 1.5  # largest size of a cluster in a step, as a multiple of the mean cluster size
 # Function that draws up to a number of rows without replacement and returns `[n, c]`, float32, with rows of length 1.
 Sampler = Callable[[int, np.random.Generator], torch.Tensor]
 
@@ -24,7 +22,6 @@ _MOST_LEAVES = 2**24
 _ROWS_A_HELD_OUT, _MOST_HELD_OUT = 20, 512
 # Numbers of words of the measured texts, and the percentile of their similarity that may be rejected.
 _LENGTHS, _REJECTED = (6, 15, 60, 240), 5
-
 # Largest number of rows on which a tree's least similarity is measured: the share below it is exact to 0.04 percentage points.
 _MOST_MEASURED = 2**16
 
@@ -81,14 +78,14 @@ def build_tree(
 ) -> BuiltTree:
     """Cluster rows into a tree.
 
-    Each node is clustered by `kmeans`, and then each of its members is assigned to the child with the nearest centroid, which is
-    not balanced as EM is. A node with fewer than `2 * branching` members gets one cluster for every two members, and a node with
-    fewer than 4 a single child. Children without members have no data, and no path leads to them. Random choices at a node
-    depend only on the seed and the node.
+    Each node is clustered by `kmeans`; then its members are assigned to the child with the nearest centroid, which is not balanced as
+    EM is. A node with fewer than `2 * branching` members gets one cluster for every two members, and a node with fewer than 4 a
+    single child. Children without members have no data, and no path leads to them. Random choices at a node depend only on the seed
+    and the node.
 
     Args:
-        embeddings: Rows `[N, c]`, float16 or float32, which may be a memory map. Rows are read in pieces, and normalised
-            as they are read. In addition to these rows, 34 bytes per row are kept in memory.
+        embeddings: Rows `[N, c]`, float16 or float32, which may be a memory map: read in pieces, and normalised as they are read. 34
+            more bytes per row are kept in memory.
         origin: Origin to record in the tree. Default: only the seed.
         progress: Called with the number of rows that were just assigned at a level, which sum to N per level.
         held_out: Whether each row is left out of the centroids, `[N]`, bool; it is assigned like the others. Default: none is.

@@ -12,16 +12,14 @@ from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.run import WINDOWS
 from midus_hf.topics.windows import load_window_tokenizer
 
-# Number of documents that are taken from the previous step at a time.
-_DOCUMENTS = 256
+_DOCUMENTS = 256  # number of documents that are taken from the previous step at a time
 
 
 class AssignPaths(PipelineStep):
     """Pipeline step that adds each document's path in a tree to its metadata, like `midus cluster assign`.
 
-    In a tree of named topics, documents with these names in their metadata get the paths of their topics. The keys are
-    `memory_ids`, `memory_tree` and `windows`. The tree and its model are loaded when the step begins to run, in the process that
-    runs it. Blank documents are passed on unchanged.
+    In a tree of named topics, documents with these names in their metadata get the paths of their topics. The keys are `memory_ids`,
+    `memory_tree` and `windows`. The process that runs the step loads the tree and its model. Blank documents are passed on unchanged.
 
     Args:
         tree: Folder that `midus cluster build` wrote.
@@ -40,8 +38,8 @@ class AssignPaths(PipelineStep):
         """Yield the documents of the previous step with their paths, in the same order.
 
         Raises:
-            RequestError: If `MemoryRetriever.load` refuses the tree, or it names no tokenizer that can be loaded; or if a document
-                has a topic that the tree does not know.
+            RequestError: If `MemoryRetriever.load` refuses the tree, its tokenizer cannot be loaded, or a document has a topic that
+                the tree does not know.
         """
         retriever = MemoryRetriever.load(self.tree, self.device, self.batch_size)
         tokenizer, tokens = load_window_tokenizer(retriever.tree, self.tree)

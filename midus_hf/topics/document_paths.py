@@ -1,4 +1,4 @@
-"""Paths of documents in a tree of topics: from the paths of their windows, or from the names of their topics."""
+"""Paths of documents in a tree of topics: from the paths of their windows, or the names of their topics."""
 
 import collections
 import itertools
@@ -23,11 +23,8 @@ from midus_hf.topics.windows import StoredWindows, cut_windows
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Path of each window of a document.
-WindowPaths = Sequence[list[int]]
-
-# Number of windows whose paths are looked up at a time.
-_STRETCH = 1024
+WindowPaths = Sequence[list[int]]  # path of each window of a document
+_STRETCH = 1024  # number of windows whose paths are looked up at a time
 
 
 def document_paths(
@@ -63,15 +60,12 @@ def stored_paths(tree: ClusterTree, stored: StoredWindows) -> Iterator[tuple[int
 def rows_with_paths(
     rows: "Dataset", paths: Iterable[tuple[int, WindowPaths]], tree: ClusterTree
 ) -> Iterator[dict[str, Any]]:
-    """Yield each row of a corpus with the path of its document.
+    """Yield each row of a corpus, with its columns, its index as `document`, and the columns of `path_columns`.
 
     Args:
         rows: The corpus, without blank texts, as `midus_hf.data.corpus.read_corpus` reads it.
         paths: Paths of the windows of each row, from `document_paths`.
         tree: The tree of the paths.
-
-    Returns:
-        For each row a mapping with the columns of the row; `document`, its index; and the columns of `path_columns`.
 
     Raises:
         RequestError: If a column of these names does not come from an earlier assignment.
@@ -89,17 +83,14 @@ def rows_with_paths(
 def path_columns(windows: WindowPaths, tree: ClusterTree) -> dict[str, Any]:
     """Return the columns with the place of a document in a tree, by the paths of its windows.
 
-    Returns:
-        `memory_ids`, the most frequent path of the windows (the first among equals), by which a model fetches blocks;
-        `memory_tree`, the fingerprint of the tree; and `windows`. A path with -1 at every level is that of the generic memory.
+    They are `memory_ids`, the most frequent path (the first among equals), by which a model fetches blocks; `memory_tree`, the
+    fingerprint of the tree; and `windows`. A path with -1 at every level is that of the generic memory.
     """
     ((path, _),) = collections.Counter(map(tuple, windows)).most_common(1)
     return {"memory_ids": list(path), TREE_COLUMN: tree.fingerprint, "windows": windows}
 
 
-# File next to the windows of a tree whose nodes have names.
-NAMES_FILE = "topics.json"
-
+NAMES_FILE = "topics.json"  # file next to the windows of a tree whose nodes have names
 _CORPUS = "the corpus, without blank ones,"
 
 

@@ -26,21 +26,18 @@ _UNUSED = "pooler."
 
 
 class TextEmbedder:
-    """Embedder of texts: the L2-normalised mean of a model's last hidden states over tokens.
-
-    The attribute `width` is c, and `max_tokens` is the number of tokens of a text that are read, including special
-    tokens.
+    """Embedder of texts: the L2-normalised mean of a model's last hidden states over tokens; `width` is c.
 
     Args:
         model: Folder or hub id of an encoder in the style of sentence-transformers, such as all-MiniLM-L6-v2.
         device: Device of the model.
         batch_size: Texts per forward pass.
-        max_tokens: Tokens of a text that are read; the rest is cut off. Default: the limit in the model's
+        max_tokens: Tokens of a text that are read, including special tokens; the rest is cut off. Default: the limit in the model's
             `sentence_bert_config.json`, or else its number of positions.
 
     Raises:
-        RequestError: If the model cannot be loaded, lacks tensors, pools in another way or transforms vectors further, or if
-            a number is out of range.
+        RequestError: If the model cannot be loaded, lacks tensors, pools in another way or transforms vectors further, or if a number
+            is out of range.
     """
 
     def __init__(self, model: str, device: str = "cpu", batch_size: int = 64, max_tokens: int | None = None):
@@ -78,9 +75,8 @@ class TextEmbedder:
     def embed(self, texts: Sequence[str], progress: Callable[[int], object] | None = None) -> torch.Tensor:
         """Embed N texts: `[N, c]`, float32, on the CPU, with rows of length 1.
 
-        Texts of similar lengths are in the same batch; the other texts of a batch change a row only by rounding, about 1e-7.
-        `progress` is called
-        with the number of texts of each finished batch.
+        Texts of similar lengths share a batch, which changes a row only by rounding, about 1e-7. `progress` is called with the number
+        of texts of each finished batch.
         """
         rows = torch.empty(len(texts), self.width)
         if not len(texts):
@@ -142,14 +138,14 @@ def _read_json(name: str, path: str) -> Any:
 class MemoryRetriever:
     """Retriever that finds the path of a text in a tree of topics.
 
-    A text whose `ClusterTree.similarity` is below the tree's `min_similarity` gets the path of the generic memory, -1 at each
-    level, whose blocks were trained by texts of all topics.
+    A text whose `ClusterTree.similarity` is below the tree's `min_similarity` gets the path of the generic memory, -1 at each level,
+    whose blocks were trained by texts of all topics.
 
     Args:
         embedder: Embedder with the model that the tree was built with.
 
     Raises:
-        RequestError: If the embedder is not the model that the tree was built with.
+        RequestError: If the embedder is another model.
     """
 
     def __init__(self, tree: ClusterTree, embedder: TextEmbedder):
@@ -163,10 +159,7 @@ class MemoryRetriever:
         self.tree, self.embedder = tree, embedder
 
     def paths(self, texts: Sequence[str]) -> torch.Tensor:
-        """Return the paths of texts, `[N, p]`, int64; -1 if a text is blank or near no topic.
-
-        The first `embedder.max_tokens` tokens of a text are read.
-        """
+        """Return the paths of texts, `[N, p]`, int64, by their first `embedder.max_tokens` tokens; -1 if blank or near no topic."""
         paths = paths_near_topics(self.tree, self.embedder.embed(texts))
         is_blank = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
         return paths.masked_fill(is_blank[:, None], _GENERIC)

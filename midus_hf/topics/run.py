@@ -32,9 +32,7 @@ from midus_hf.topics.windows import (
     write_array,
 )
 
-# Subfolder of a tree's folder for the embeddings of the corpus.
-WINDOWS = "windows"
-
+WINDOWS = "windows"  # subfolder of a tree's folder for the embeddings of the corpus
 _LEAVES = "leaves.npy"
 
 
@@ -73,8 +71,8 @@ def build(
         overwrite: Whether a tree in `output` may be replaced. Embeddings of the same request are kept.
 
     Raises:
-        RequestError: If the output holds a tree or other files, scikit-learn is not installed, or a function that is
-            called refuses the request, such as `store_windows` or `build_tree`.
+        RequestError: If the output holds a tree or other files, scikit-learn is not installed, or `store_windows` or `build_tree`
+            refuses.
     """
     from midus_hf.sources.progress import show_progress
 
@@ -112,8 +110,8 @@ def grow(
 ) -> ClusterTree:
     """Embed a corpus, and write a tree with new nodes for its windows that are near no topic.
 
-    Old nodes keep their numbers, so banks that were trained with the old tree work with the grown one. Windows are cut and
-    embedded as for the old tree. `windows/` of the grown tree has the new corpus's windows, and no names of topics.
+    Old nodes keep their numbers, so banks trained with the old tree work with the grown one. Windows are cut and embedded as for the
+    old tree. `windows/` of the grown tree has the new corpus's windows, and no names of topics.
 
     Args:
         tree: Folder of the tree, which is not changed.
@@ -124,8 +122,8 @@ def grow(
         batch_size: Texts per forward pass.
 
     Raises:
-        RequestError: If the tree does not say how it was built, the output holds a tree or other files, all windows are near a
-            topic of the tree, or in the cases of `build`.
+        RequestError: If the tree does not say how it was built, the output holds a tree or other files, all windows are near a topic,
+            or in the cases of `build`.
     """
     output = _checked_output(output, overwrite=False)
     documents = read_corpus(corpus, text_column=column)
@@ -173,7 +171,7 @@ def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
     """Read the tree and windows that `build` wrote, and each window's leaf, `[N]`, int32, memory-mapped.
 
     Raises:
-        RequestError: If there is no tree, or its files were altered, or there are no windows.
+        RequestError: If there is no tree, its files were altered, or there are no windows.
     """
     folder = folder.expanduser()
     tree, stored = ClusterTree.load(folder), open_windows(folder / WINDOWS)

@@ -1,4 +1,4 @@
-"""A tree of topics: the centroids of its nodes, the path of an embedding from the root to a leaf, and the tree's two files."""
+"""A tree of topics: centroids of nodes, paths of embeddings from the root to a leaf, and its two files."""
 
 import dataclasses
 import hashlib
@@ -48,22 +48,21 @@ class TreeOrigin:
 class ClusterTree:
     """Nested clusters: every node above the last level has `branching` children.
 
-    Level l, counted from 0, has `roots * branching ** l` nodes, numbered from 0 within the level. The children of node i
-    are the nodes `branching * i + digit` of the next level. A tree is built with `branching` roots, and gets more when
-    it grows: new nodes are numbered after the old ones, which keep their numbers. All tensors are on the CPU.
+    Level l, counted from 0, has `roots * branching ** l` nodes, numbered from 0 within the level. The children of node i are the
+    nodes `branching * i + digit` of the next level. A tree is built with `branching` roots, and gets more when it grows: new nodes
+    are numbered after the old ones, which keep their numbers. All tensors are on the CPU.
 
     Args:
         branching: Number of children per node, at least 2.
-        centroids: One tensor per level, `[roots * branching ** l, c]`, kept as float32. A node whose centroid has a NaN
-            has no data, and nothing is ever assigned to it.
+        centroids: One tensor per level, `[roots * branching ** l, c]`, kept as float32; a NaN marks a node without data, which
+            nothing is assigned to.
         origin: Models, settings and seed of the tree.
         sizes: Number of windows per node, one tensor per level, `[roots * branching ** l]`, int64, if they were counted.
         min_similarity: Least `similarity` of texts that belong to a topic of the tree, if it was measured.
-        grown_from: Fingerprints of the trees that the tree came from, by growth or by deletion of nodes, the first one first.
+        grown_from: Fingerprints of the trees that it came from, by growth or by deletion of nodes, the first one first.
 
     Raises:
-        RequestError: If shapes do not fit, a value is infinite, `min_similarity` is not a cosine, or no path leads to a
-            leaf.
+        RequestError: If shapes do not fit, a value is infinite, `min_similarity` is not a cosine, or no path leads to a leaf.
     """
 
     def __init__(
@@ -121,16 +120,13 @@ class ClusterTree:
         return digest.hexdigest()
 
     def paths(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the path of each embedding by greedy descent to the nearest centroid (L2).
+        """Return each embedding's path by greedy descent to the nearest centroid (L2), `[N, p]`, int64, on the CPU.
 
-        Children from which no leaf with data can be reached are left out; the next best sibling is taken. Among children
-        that are equally near in float32, the first is taken.
+        Children without a reachable leaf with data are passed over for the next best sibling. Among equals in float32, the first is
+        taken.
 
         Args:
-            embeddings: Embeddings `[N, c]`, finite, of any float dtype.
-
-        Returns:
-            The node at each level, `[N, p]`, int64, on the CPU.
+            embeddings: `[N, c]`, finite, of any float dtype.
 
         Raises:
             RequestError: If embeddings are not finite.
@@ -143,29 +139,18 @@ class ClusterTree:
         return torch.cat([self._descend(stretch) for stretch in rows])
 
     def similarity(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the cosine of each embedding with the nearest centroid of the first level.
+        """Return the cosine of each embedding, `[N, c]`, with the nearest first-level centroid: `[N]`, float32.
 
-        Topics of the first level are broad and have many windows. A leaf may have a single window, far from
-        all other texts.
-
-        Args:
-            embeddings: Embeddings `[N, c]`, finite, of any float dtype.
-
-        Returns:
-            `[N]`, float32, from -1 to 1.
+        Topics of the first level are broad and have many windows. A leaf may have a single window, far from all other texts.
         """
         topics = self.centroids[0][self.takeable[0]]
         rows = torch.nn.functional.normalize(embeddings.detach().cpu().double(), dim=-1)
         return (rows @ torch.nn.functional.normalize(topics.double(), dim=-1).T).max(-1).values.float()
 
     def without(self, nodes: Iterable[tuple[int, int]]) -> "ClusterTree | None":
-        """Return the tree without some nodes and all below; other nodes keep their numbers.
+        """Return the tree without some nodes (level from 1, number) and all below, or None if no leaf is left.
 
-        Args:
-            nodes: Level, counted from 1, and number of each node.
-
-        Returns:
-            The tree, grown from this one; None if no leaf is left.
+        It is grown from this one; other nodes keep their numbers.
         """
         centroids = [level.clone() for level in self.centroids]
         sizes = None if self.sizes is None else [level.clone() for level in self.sizes]

@@ -1,7 +1,7 @@
-"""Families whose layers host memory, and their registration with Auto classes and with what else libraries find classes by.
+"""Families whose layers host memory, and their registration with Auto classes and other tables.
 
-A module of this package has the classes of one family: thin subclasses of the family's own. `template.py` makes it from the row of
-the type, for the main types when `midus_hf.models` is imported, and for others when a config names them.
+A module of this package has the classes of one family, which `template.py` makes from the row of the type: for the main types when
+`midus_hf.models` is imported, for others when a config names them.
 """
 
 import inspect
@@ -23,22 +23,16 @@ from transformers.models.auto import modeling_auto
 from midus_hf.anatomy.types import MEMORY_PREFIX
 
 _PEFT_CONVERSIONS = "peft.utils.transformers_weight_conversion"
-
 #: Ends of the names of task heads' classes, as of the Auto classes that load them.
 HEAD_KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-
 #: Language models that host memory, by the `model_type` of their family.
 FAMILIES: dict[str, type[PreTrainedModel]] = {}
-
 #: Composite models whose language model hosts memory, by the `model_type` of their family.
 COMPOSITE_FAMILIES: dict[str, type[PreTrainedModel]] = {}
 
 
 def list_model(model_class: type[PreTrainedModel]) -> None:
-    """List a class in the tables of Transformers that list its family's, or list language models.
-
-    A Trainer that computes the loss itself shifts labels for the classes in one of these tables; pipelines and servers read others.
-    """
+    """List a class in Transformers' tables that list its family's or language models: Trainer, pipelines and servers read them."""
     own_type = model_class.config_class.model_type
     family_type = own_type.removeprefix(MEMORY_PREFIX)
     names = {parent.__name__ for parent in inspect.getmro(model_class)[1:]}
@@ -55,8 +49,8 @@ def list_model(model_class: type[PreTrainedModel]) -> None:
 def share_conversions(causal_lm_class: Any) -> None:
     """Let a hosting language model's checkpoints be read and written as those of its family.
 
-    Transformers stores the experts of many types one by one and holds them as one tensor; what it converts, it finds by `model_type`
-    and by the name of a class. PEFT finds the experts of adapters from before Transformers 5 by it too.
+    Transformers, which stores experts of many types one by one and holds them as one tensor, finds conversions by `model_type` and
+    class name. PEFT finds the experts of adapters from before Transformers 5 by it too.
     """
     config_class = causal_lm_class.config_class
     native_type = config_class.__bases__[-1].model_type
@@ -92,8 +86,8 @@ def show_in_transformers(name: str, model_class: type) -> None:
 def register_family(causal_lm_class: Any) -> Any:
     """Register a language model with the Auto classes, and by its family's `model_type`.
 
-    `transformers serve` finds the language model too, in the module of transformers by its name. If several types share a class of
-    transformers, such as `LlamaForCausalLM`, the class for any config stands under the name.
+    `transformers serve` finds it too, in the module of transformers by its name. For a class that several types share, such as
+    `LlamaForCausalLM`, the class for any config has the name.
     """
     config_class: Any = causal_lm_class.config_class
     FAMILIES[config_class.__bases__[-1].model_type] = causal_lm_class

@@ -1,7 +1,7 @@
 """Modules of the classes that host memory in a type, made from its row in the table of types.
 
-The classes are thin subclasses of the type's own, from one template for language models and one for composite models. A module
-behaves as if it came from a file, which the user's cache has: its classes are pickled by name, and checkpoints carry its source.
+The classes are thin subclasses of the type's own. A module behaves as if it came from a file, which the user's cache has: its classes
+are pickled by name, and checkpoints carry its source.
 """
 
 import contextlib
@@ -47,9 +47,9 @@ COMPOSITE_MAPPINGS = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL
 
 
 def host_type(model_type: str, row: ModelType | CompositeType | None = None) -> None:
-    """Make the module of a causal or composite type's hosting classes, `midus_hf.models.families.MODEL_TYPE`.
+    """Make `midus_hf.models.families.MODEL_TYPE`, the hosting classes of a causal or composite type, by default from its own row.
 
-    By default it follows the type's row; a type that cannot host memory, or whose layers changed, is an `UnknownType`.
+    A type that cannot host memory, or whose layers changed, is an `UnknownType`.
     """
     if row is None:
         row = type_of(model_type)
@@ -98,10 +98,7 @@ def _native_class(row: ModelType | CompositeType) -> Any:
 
 
 def _write_source(model_type: str, source: str) -> str:
-    """Write the source of a type's module to a file in the user's cache, and return its path.
-
-    A disk that cannot be written leaves a path without a file: `inspect.getsource` then has the source from the loader.
-    """
+    """Write a module's source to the user's cache if the disk allows, and return its path."""
     path = Path(families.__path__[0], f"{model_type}.py")
     with contextlib.suppress(OSError, RuntimeError, RequestError):  # the last if another process writes it now
         digest = hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -247,7 +244,6 @@ def composite_source(row: CompositeType) -> str:
 
 
 _NORMS = ("attention_norm", "attention_output_norm", "mlp_output_norm")
-
 # The import that both templates need where a checkpoint of the type is converted.
 _SHARED = "from midus_hf.models.families import share_conversions\n"
 
@@ -288,7 +284,6 @@ class Midus{family}ForCausalLM(MemoryForCausalLM, {causal_lm}):
     config: Midus{family}Config
     model_class = Midus{family}Model
 {experts}{conversions}'''
-
 _HEAD = '''
 class Midus{family}{kind}({mixin}, {head}):
     """`{head}` over a `Midus{family}Model`."""
@@ -297,7 +292,6 @@ class Midus{family}{kind}({mixin}, {head}):
     model_class = Midus{family}Model
 {experts}
 '''
-
 # TRL's fused losses take `logits_scaling` of any type but `hyperclovax` for a divisor, and read `logit_scale` first.
 _LOGIT_SCALE = '''
     @property
@@ -313,7 +307,6 @@ _LAYER = '''class Midus{family}{kind}Layer(HostLayer, {layer}):
 class Midus{family}{kind}Block(MemoryBlock, {layer}):
     """`{layer}` that was inserted for a memory."""
 {block}'''
-
 # The older name of the cache, and arguments of memories, which the signature of a forward names.
 _ARGUMENTS_OF_MEMORIES = ("past_key_values", "output_router_logits", "token_mask", "memory_ids")
 

@@ -1,4 +1,4 @@
-"""Multiply each row of a batch by the row's block of weights, with one matrix product for rows of the same block."""
+"""Product of each row with its block of weights, rows of one block together."""
 
 import torch
 import torch.nn.functional as F
@@ -9,19 +9,16 @@ from midus_hf.ops.dispatch.calling import resolve
 
 
 def block_linear(inputs: Tensor, weights: Tensor, blocks: Tensor, *, backend: str = "auto") -> Tensor:
-    """Multiply each row by the row's block, `out[b, t] = weights[blocks[b]] @ inputs[b, t]`.
+    """Multiply each row by the row's block, `out[b, t] = weights[blocks[b]] @ inputs[b, t]`: `[B, T, o]`.
 
-    A single block needs one matrix product. With several blocks, a CPU multiplies all rows of one block together, since their
-    number is known without waiting for a device. Elsewhere, one batched product uses a copy of the block for each row.
+    With several blocks, a CPU multiplies all rows of one block together; elsewhere, where counting rows would wait for the device,
+    one batched product uses a copy of the block for each row.
 
     Args:
-        inputs: `[B, T, i]`, floating point.
+        inputs: `[B, T, i]`, floating point; its dtype is that of the result.
         weights: `[U, o, i]`, the U blocks; cast to the dtype of `inputs`.
         blocks: `[B]`, int64, the block of each row, from 0 to U - 1.
         backend: One of the choices of `OpChoices`; every backend uses matrix products. Default: `"auto"`.
-
-    Returns:
-        `[B, T, o]`, in the dtype of `inputs`.
 
     Raises:
         ValueError: If shapes disagree.

@@ -1,1 +1,1 @@
-"""Code that all ops share: the choice of an implementation, calls of registered ops, the library of compiled C."""
+"""What all ops share: the choice of an implementation, calls of registered ops, compiled C."""

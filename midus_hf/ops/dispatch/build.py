@@ -1,4 +1,4 @@
-"""Builds the library of compiled ops; `setup.py` runs this file without PyTorch, so it imports only Python's standard library."""
+"""Builds the library of compiled ops. `setup.py` runs this file, so it imports only the standard library."""
 
 import hashlib
 import os
@@ -12,7 +12,6 @@ from pathlib import Path
 FLAGS = tuple(
     "-std=gnu11 -O3 -ffp-contract=fast -fno-strict-aliasing -fPIC -shared -fvisibility=hidden -pthread".split()
 )
-
 # Further compiler flags per instruction set. Processors other than x86-64 have only the baseline.
 VARIANTS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
@@ -20,16 +19,10 @@ VARIANTS = {
     "baseline": (),
 }
 
-# Names of x86-64, in lower case.
-X86 = ("x86_64", "amd64")
-
-# Environment variable with the folder of built libraries, or `off`.
-CACHE_VARIABLE = "MIDUS_NATIVE_CACHE"
-
+X86 = ("x86_64", "amd64")  # names of x86-64, in lower case
+CACHE_VARIABLE = "MIDUS_NATIVE_CACHE"  # environment variable with the folder of built libraries, or `off`
 _SOURCES = Path(__file__).parents[1]
-# Compilers that are tried in this order if `CC` is not set.
-_COMPILERS = ("cc", "gcc", "clang")
-
+_COMPILERS = ("cc", "gcc", "clang")  # compilers that are tried in this order if `CC` is not set
 _SECONDS = 120
 
 
@@ -43,12 +36,9 @@ def is_off() -> bool:
 
 
 def built_library(variant: str) -> Path:
-    """Return the path of the library for this machine, and build the library first if it is missing.
+    """Return the path of the library for an instruction set (a key of `VARIANTS`); build it if it is missing.
 
-    The file's name is a digest of everything that the library depends on: sources, compiler, flags and machine.
-
-    Args:
-        variant: Instruction set, a key of `VARIANTS`.
+    The file's name is a digest of all that it depends on: sources, compiler, flags and machine.
 
     Raises:
         NotBuilt: If there are no sources or no compiler, the compiler fails, or the folder cannot be written.
@@ -81,15 +71,7 @@ def built_library(variant: str) -> Path:
 
 
 def compile_library(library: Path, variant: str) -> None:
-    """Compile the C files into `library`.
-
-    Args:
-        library: File to write, in an existing folder.
-        variant: Instruction set, a key of `VARIANTS`.
-
-    Raises:
-        NotBuilt: If there is no compiler, or the compiler fails.
-    """
+    """Compile the C files into `library` for an instruction set; `NotBuilt` if there is no compiler or it fails."""
     files = map(str, sorted(_SOURCES.rglob("*.c")))
     _run([*_compiler(), *FLAGS, *VARIANTS[variant], f"-I{_SOURCES / 'dispatch'}", *files, "-o", str(library), "-lm"])
 

@@ -1,4 +1,4 @@
-"""How an op is called: the choice of its implementation (body), its registration with torch, and its dtypes."""
+"""How an op is called: the choice of its implementation (body), registration with torch, and dtypes."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,6 @@ from midus_hf.ops.dispatch.library import NATIVE_DTYPES, why_missing
 from midus_hf.ops.dispatch.triton import HAS_TRITON, interprets_kernels
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton")
-
 NO_NATIVE_BODY = "the op has no body in C"
 
 
@@ -25,10 +24,10 @@ class OpChoices:
     """Choices that an op follows if its caller leaves them to `"auto"`.
 
     Args:
-        backend: The body that an op runs. `"reference"` is the contract, written to be read; `"torch"` is vectorised;
-            `"native"` is compiled C for float32 and bfloat16 on a CPU, and `"torch"` for ops without a body in C;
-            `"triton"` runs kernels for CUDA tensors. Default: `"auto"`: kernels on GPUs from compute capability 8.0 on,
-            C on a CPU for which a compiler built it, `"torch"` elsewhere.
+        backend: The body that an op runs. `"reference"` is the contract, written to be read; `"torch"` is vectorised; `"native"` is
+            compiled C for float32 and bfloat16 on a CPU, and `"torch"` for ops without a body in C; `"triton"` runs kernels for CUDA
+            tensors. Default: `"auto"`: kernels on GPUs from compute capability 8.0 on, C on a CPU for which a compiler built it,
+            `"torch"` elsewhere.
     """
 
     backend: str = "auto"
@@ -39,7 +38,6 @@ class OpChoices:
 
 
 _standing = OpChoices()
-
 # Bodies of calls that were checked before, by op, backend, device, dtype and shapes. Cleared whenever choices change.
 RESOLVED: dict[tuple[Any, ...], str] = {}
 
@@ -48,8 +46,8 @@ RESOLVED: dict[tuple[Any, ...], str] = {}
 def op_choices(**changes: Any) -> Iterator[None]:
     """Change the choices of all ops whose callers leave them to `"auto"`, within the `with` block.
 
-    The change holds for the whole process, not for one thread. The gradient of a call follows the choices of its
-    forward pass. Every backend sums gradients of tables in a fixed order.
+    The change holds for the whole process. The gradient of a call follows the choices of its forward pass. Every backend sums
+    gradients of tables in a fixed order.
 
     Args:
         changes: Fields of `OpChoices` and their new values.
@@ -75,8 +73,7 @@ def resolve(
 ) -> str:
     """Return the name of the body that an op runs: `"reference"`, `"torch"`, `"native"` or `"triton"`.
 
-    While a graph is traced, the C library is not built: `"native"` then means an op that uses the library if there
-    is one when the graph runs.
+    While a graph is traced, `"native"` means an op that uses the C library if there is one when the graph runs.
 
     Args:
         backend: The choice of the op's caller, one of `BACKENDS`.
@@ -114,7 +111,7 @@ def _kernel_obstacle(tensor: Tensor) -> str | None:
 
 
 def _native_obstacle(tensor: Tensor, refusal: str | None = None) -> str | None:
-    """Return why compiled C cannot compute with a tensor, or None; `refusal` says why it cannot take the sizes."""
+    """Return why compiled C cannot compute with a tensor, or `refusal`, which is about sizes."""
     if tensor.device.type != "cpu":
         return f"the tensors are on {tensor.device.type}; expected cpu"
     if tensor.dtype not in NATIVE_DTYPES:
@@ -123,7 +120,7 @@ def _native_obstacle(tensor: Tensor, refusal: str | None = None) -> str | None:
 
 
 def _multiplies(tensor: Tensor) -> bool:
-    """Return whether the tensor's GPU multiplies bfloat16 and TF32, as it does from compute capability 8.0 on."""
+    """Return whether the tensor's GPU multiplies bfloat16 and TF32 (compute capability 8.0 or more)."""
     capable = torch.version.hip is not None or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
     return capable and tensor.dtype != torch.float64
 
@@ -143,11 +140,10 @@ def differentiable_op(
     summand: str | None = None,
     like: Callable[[Tensor], Tensor] = lambda tensor: tensor.new_empty(tensor.shape),
 ) -> Any:
-    """Register `midus_hf::name` and its derivative `midus_hf::name_backward`, each of them one node of a compiled graph.
+    """Register `midus_hf::name` and its derivative `midus_hf::name_backward`, each one node of a compiled graph.
 
-    `backward` names what it needs by its parameters: inputs of `forward`, outputs, `wants` (which of `gradients` are needed,
-    a list of bools), `gradient` (of the first output), and `<output>_gradient` (of others). Outputs whose gradient it does
-    not name are not differentiable.
+    `backward` names what it needs by its parameters: inputs of `forward`, outputs, `wants` (which of `gradients` are needed, a list
+    of bools), `gradient` (of the first output), and `<output>_gradient` (of others). Other outputs are not differentiable.
 
     Args:
         name: Name of the op.
@@ -224,7 +220,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """Return a context in which `torch.autocast` does not lower matrix products of tensors on this type of device."""
+    """Return a context without the lower precision of `torch.autocast` on this type of device."""
     # A meta tensor has no autocast to disable. Dynamo of torch 2.11 cannot trace `torch.amp.is_autocast_available`.
     if device_type == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type)):
         return _NOTHING  # entering an autocast context takes as long as some ten operations on a GPU
@@ -237,5 +233,5 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def narrowest_integer(bound: int) -> torch.dtype:
-    """Return the narrowest of int16, int32 and int64 that holds `bound`: narrow integers take less space and sort faster."""
+    """Return the narrowest of int16, int32 and int64 that holds `bound`, to save space and sort faster."""
     return next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if bound <= torch.iinfo(dtype).max)

@@ -1,4 +1,4 @@
-"""The library of compiled ops, loaded when it is first needed, and calls of its functions.
+"""The library of compiled ops, loaded when first needed, and calls of its functions.
 
 C's structures are packed field by field: filling a `ctypes.Structure` takes longer than the lookup of a decoding step.
 """
@@ -17,23 +17,19 @@ from torch import Tensor
 
 from midus_hf.ops.dispatch.build import CACHE_VARIABLE, X86, NotBuilt, built_library, is_off
 
-# Dtypes that compiled C computes with.
-NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)  # dtypes that compiled C computes with
 _FUNCTIONS = tuple(
     f"midus_{name}" for name in ("lookup", "score_gradients", "weighted_rows", "gathered_products", "row_sums")
 )
-
 _loading = threading.Lock()
 _library: ctypes.CDLL | None = None
 _missing: str | None = None
 
 
 def native_library() -> ctypes.CDLL | None:
-    """Return the library, or None if there is none.
+    """Return the library, built and loaded by the first call of a process, or None after one warning.
 
-    The first call of a process builds the library if it is missing and loads it, or warns once that this failed. Do not
-    call this function while a graph is traced: it reads files and starts a compiler.
+    Do not call it while a graph is traced: it reads files and starts a compiler.
     """
     if _library is None and _missing is None:
         with _loading:
@@ -86,13 +82,11 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _structure(addresses: str, numbers: str, more: str = "") -> struct.Struct:
-    """Return a structure of named pointers (0 for none), then named 64-bit integers; `more` are format codes of further fields."""
+    """Return a structure of named pointers (0 for none), 64-bit integers, and fields with the format codes `more`."""
     return struct.Struct(f"@{len(addresses.split())}P{len(numbers.split())}q{more}")
 
 
-# Fields that C fills in a copy: `struct tables` and the number of groups of heads.
-_OWN = "32x"
-
+_OWN = "32x"  # fields that C fills in a copy: `struct tables` and the number of groups of heads
 # `struct lookup` in `product_key/lookup.c`.
 LOOKUP_CALL = _structure(
     "query row_keys column_keys bank transform residual output slots weights",
@@ -100,7 +94,6 @@ LOOKUP_CALL = _structure(
     "narrow residual_narrow slot_bytes raw threads",
     _OWN,
 )
-
 # `struct score_gradients` in `product_key/lookup_gradients.c`.
 SCORE_GRADIENTS_CALL = _structure(
     "gradient query row_keys column_keys bank transform slots weights into_query into_row_keys into_column_keys into_transform "
@@ -109,29 +102,25 @@ SCORE_GRADIENTS_CALL = _structure(
     "narrow gradient_narrow slot_bytes stretch raw threads",
     _OWN,
 )
-
 # `struct row_sums` in `gather/native.c`.
 ROW_SUMS_CALL = _structure(
     "gradient slots weights into",
     "tokens heads rows width k gradient_token gradient_head into_head gradient_narrow slot_bytes threads",
 )
-
 # `struct gathers` in `gather/native.c`.
 GATHERS_CALL = _structure(
     "bank slots factors into",
     "tokens rows width k factors_token narrow factors_narrow slot_bytes threads",
     "8x",  # passes
 )
-
 # Least product of tokens and heads for which threads are started: this takes as long as some hundreds of rows.
 _MIN_SHARED = 512
 
-# Status that C returns if a slot is outside its table.
-_OUTSIDE = 2
+_OUTSIDE = 2  # status that C returns if a slot is outside its table
 
 
 def run(name: str, structure: struct.Struct, rows: int, *fields: int) -> None:
-    """Call a function of the library, which `native_library` has loaded, with fields of a structure that ends in `threads`.
+    """Call a function of the library, loaded by `native_library`, with fields of a structure that ends in `threads`.
 
     As many threads work on `rows` rows, the product of tokens and heads, as torch has; on few rows one.
     """
@@ -145,7 +134,7 @@ def run(name: str, structure: struct.Struct, rows: int, *fields: int) -> None:
 
 
 def refuse_places(tensors: Mapping[str, Tensor | None]) -> NoReturn:
-    """Raise a `ValueError` that names a tensor outside the CPU's memory: C would crash the process by reading it."""
+    """Raise a `ValueError` that names a tensor outside the CPU's memory, which would crash C."""
     name, device = next(
         (name, tensor.device) for name, tensor in tensors.items() if tensor is not None and not tensor.is_cpu
     )

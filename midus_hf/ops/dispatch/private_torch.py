@@ -1,7 +1,6 @@
-"""Private functions of torch that this package uses and that may change: checked with torch 2.11, 2.12 and 2.13.
+"""Private functions of torch that may change: checked with torch 2.11, 2.12 and 2.13; named in no other file.
 
-No other file of the package names a private function of the module `torch`. Each function here has a fallback for a
-torch that lacks the private one; the fallback gives the same results more slowly.
+Each function here has a fallback for a torch that lacks the private one, with the same results, more slowly.
 """
 
 from typing import Any
@@ -23,11 +22,10 @@ _KNOWS_WATCHERS = None not in (_modes, _is_included, _before_dispatch, _transfor
 
 
 def can_skip_dispatcher(*tensors: torch.Tensor | None) -> bool:
-    """Return whether a call may bypass its registered op, whose overhead takes longer than the work of a decoding step.
+    """Return whether a call may bypass its op's registration, which takes longer than a decoding step's work.
 
-    It may if no gradient is recorded, no graph is traced, nothing intercepts calls (dispatch modes, transforms of
-    `torch.func`, tracers), and C and kernels can read the memory of all tensors, which a subclass of `Tensor` may not have.
-    Fallback: false.
+    It may if no gradient is recorded, no graph is traced, nothing intercepts calls (dispatch modes, transforms of `torch.func`,
+    tracers), and C and kernels can read the memory of all tensors, which a subclass of `Tensor` may not have. Fallback: false.
     """
     return not (
         torch.is_grad_enabled()
@@ -43,15 +41,11 @@ def can_skip_dispatcher(*tensors: torch.Tensor | None) -> bool:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
-
 _graph_task: Any = getattr(torch._C, "_current_graph_task_id", None)
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward pass is running, in which activation checkpointing repeats forward passes.
-
-    Fallback: false, so that counters of a forward pass count a repeated pass twice.
-    """
+    """Return whether a backward pass runs, where checkpointing repeats forward passes. Fallback: false, so they count twice."""
     return not torch.compiler.is_compiling() and _graph_task is not None and _graph_task() != -1
 
 
@@ -59,11 +53,9 @@ _static: Any = getattr(torch._dynamo, "mark_static_address", None) if hasattr(to
 
 
 def keep_address(tensor: torch.Tensor, guard: bool = True) -> None:
-    """Make captured graphs read a tensor at its address, like parameters. Fallback: each replay copies the tensor.
+    """Make captured graphs read a tensor, which will not move, at its address. Fallback: each replay copies it.
 
-    Args:
-        tensor: A tensor whose address will not change.
-        guard: Whether code is recompiled for another tensor. Default: true.
+    `guard`: whether code is recompiled for another tensor. Default: true.
     """
     if _static is not None:
         _static(tensor, guard=guard)

@@ -1,7 +1,4 @@
-"""Triton if it is installed, and what a launch needs besides the kernel.
-
-Without Triton, stand-ins for its names let kernels be defined, but not run.
-"""
+"""Triton, or stand-ins with which kernels can be defined, but not run; and what a launch needs."""
 
 import contextlib
 import os
@@ -43,7 +40,7 @@ def power_of_two(number: int) -> int:
 
 
 def quotient_above(number: int, divisor: int) -> int:
-    """Return `number / divisor`, rounded up. `triton.cdiv`, made for kernels too, takes the host 2 us per call."""
+    """Return `number / divisor`, rounded up. `triton.cdiv` takes the host 2 us per call."""
     return -(-number // divisor)
 
 
@@ -53,28 +50,18 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
 
 
 def precise_product() -> str:
-    """Return the `input_precision` with which `tl.dot` multiplies float32 to nearly the precision of float32.
-
-    This is `"tf32x3"`, three products on tensor cores, and `"ieee"`, without tensor cores, on AMD GPUs.
-    """
+    """Return the `input_precision` of `tl.dot` near float32's: `"tf32x3"` on tensor cores, `"ieee"` on AMD GPUs."""
     return "ieee" if torch.version.hip else "tf32x3"
 
 
 def wide_ranged_product() -> str:
-    """Return the `input_precision` with which `tl.dot` multiplies numbers beyond float16's range, to about float16's precision.
-
-    This is `"tf32"`, and `"ieee"` on AMD GPUs, not all of which have TF32.
-    """
+    """Return the `input_precision` of `tl.dot` near float16's beyond its range: `"tf32"`; `"ieee"` on AMD, where some lack it."""
     return "ieee" if torch.version.hip else "tf32"
 
 
 @triton.jit
 def product(first, second, PRECISION: tl.constexpr):
-    """Return a matrix product, accumulated in float32.
-
-    Factors have the dtype of `second` if `PRECISION` is None; otherwise they are float32, and `PRECISION` is their
-    `input_precision`.
-    """
+    """Return a product in float32: factors as `second`, or float32 with the input precision `PRECISION`."""
     if PRECISION is None:
         return tl.dot(first.to(second.dtype), second)
     else:
@@ -82,9 +69,5 @@ def product(first, second, PRECISION: tl.constexpr):
 
 
 def product_precision(tensor: torch.Tensor) -> str | None:
-    """Return the `PRECISION` that `product` takes for a tensor.
-
-    This is None for half precision, which tensor cores multiply directly. The interpreter cannot, and multiplies
-    float32.
-    """
+    """Return the `PRECISION` of `product`: None for half precision, except in the interpreter, which cannot multiply it."""
     return precise_product() if tensor.dtype == torch.float32 or interprets_kernels() else None

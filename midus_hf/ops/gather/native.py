@@ -1,4 +1,4 @@
-"""The three sums of gathering in compiled C, for float32 and bfloat16 on a CPU, with shapes as in `gather/op.py`.
+"""The three sums of `gather/op.py` in compiled C, for float32 and bfloat16 on a CPU.
 
 One thread writes each result, in the order of entries: the number of threads changes no bit.
 """
@@ -33,13 +33,13 @@ def native_row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: 
 
 
 def native_bank_gradient(gradient: Tensor, slots: Tensor, weights: Tensor, bank_shape: torch.Size) -> Tensor:
-    """Return the gradient of a bank, float32. The gradient of each row is summed in the order of tokens and heads.
+    """Return the gradient of a bank, `[N, v]` (heads share it) or `[H, N, v]`, float32, each row summed in order.
 
     Args:
-        gradient: Gradient of the loss with respect to the gathered sums, `[S, H, v]`.
+        gradient: Gradient of the gathered sums, `[S, H, v]`.
         slots: `[S, H, k]`, integers of 2, 4 or 8 bytes.
         weights: `[S, H, k]`, float32.
-        bank_shape: `[N, v]` for a bank that heads share, or `[H, N, v]`.
+        bank_shape: The bank's shape.
     """
     tokens, heads, k = slots.shape
     rows, width = bank_shape[-2:]

@@ -1,7 +1,7 @@
-"""Weighted sums of table rows, and products of vectors with table rows, with the three sums that compute them and gradients.
+"""Weighted sums of table rows, products of vectors with table rows, and their three sums and gradients.
 
-The three sums take flat arguments: `[S, m]` slots into a table `[R, v]`, and add in float32 at least. Where a graph was
-traced for C but C cannot be built, PyTorch computes them.
+The sums take flat arguments, `[S, m]` slots into a table `[R, v]`, and add in float32 at least. If a graph was traced for C that
+cannot be built, PyTorch computes them.
 """
 
 from typing import Any
@@ -21,8 +21,7 @@ from midus_hf.ops.gather.triton import triton_row_sums, triton_weight_gradients,
 # each row once.
 _MAX_NATIVE_COLUMNS = 64
 
-# Elements of gathered rows that PyTorch keeps at a time: 64 MB in float32.
-_MAX_GATHERED = 1 << 24
+_MAX_GATHERED = 1 << 24  # elements of gathered rows that PyTorch keeps at a time: 64 MB in float32
 
 
 def weighted_gather(
@@ -30,14 +29,14 @@ def weighted_gather(
 ) -> Tensor:
     """Sum rows of a table, `out = sum_m weights[..., m] * bank[slots[..., m]]` (MIDUS, equation 14).
 
-    Sums are accumulated in float32 at least. So are sums of gradients, since thousands of tokens may read one row.
+    Sums, also of gradients, are accumulated in float32 at least, since thousands of tokens may read one row.
 
     Args:
         bank: `[R, v]`, floating point.
         slots: `[..., m]`, int64, `0 <= slot < R`.
         weights: `[..., m]`, floating point.
-        sparse_gradient: Whether the gradient of `bank` is a coalesced sparse tensor of the rows that were read: for
-            tables with few rows read per batch. Counting the rows waits for the device. Default: false.
+        sparse_gradient: Whether the gradient of `bank` is a coalesced sparse tensor of the rows that were read: for tables with few
+            rows read per batch. Counting the rows waits for the device. Default: false.
         backend: Body to run, as in `OpChoices`. Default: `"auto"`.
 
     Returns:
@@ -65,7 +64,7 @@ def weighted_gather(
 def gathered_products(
     vectors: Tensor, bank: Tensor, slots: Tensor, *, sparse_gradient: bool = False, backend: str = "auto"
 ) -> Tensor:
-    """Multiply each vector with rows of a table, `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, equation 15: `P x`).
+    """Multiply vectors with table rows, `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, equation 15).
 
     Fused bodies do not store the gathered rows of all vectors. Sums are accumulated in float32 at least.
 
@@ -103,7 +102,7 @@ def gathered_products(
 
 
 def weighted_rows(bank: Tensor, slots: Tensor, weights: Tensor, backend: str) -> Tensor:
-    """Return `sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`; `backend` is a resolved name."""
+    """Return `sum_m weights[s, m] * bank[slots[s, m]]`, `[S, v]`, as `bank`; `backend` is a resolved name."""
     if backend == "triton":
         return triton_weighted_rows(bank, slots, weights)
     if backend == "native" and native_library() is not None:
@@ -127,7 +126,7 @@ def row_products(vectors: Tensor, bank: Tensor, slots: Tensor, backend: str) -> 
 
 
 def row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: int, backend: str) -> Tensor:
-    """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32 at least."""
+    """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`, `[num_rows, v]`, float32 at least."""
     if backend == "triton":
         return triton_row_sums(gradient, slots, weights, num_rows)
     if backend == "native" and native_library() is not None and gradient.shape[1] <= _MAX_NATIVE_COLUMNS:
@@ -145,11 +144,7 @@ def row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: int, ba
 
 
 def _widened(bank: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows in float32 at least, and the index among them of each slot's row, `[S, m]`.
-
-    If few rows of a half-precision bank are read, as in decoding, only these rows are copied: copying the whole bank
-    would take a hundred times as long. Sums over the copy add in the same order, and so give the same bits.
-    """
+    """Return rows in float32 at least (of a half-precision bank only those read, if few), and each slot's index among them."""
     wide = wide_dtype(bank)
     if bank.dtype == wide or slots.numel() >= len(bank):
         return bank.to(wide), slots
@@ -190,9 +185,9 @@ gathered_products_op = differentiable_op(
 
 
 def rows_read(bank: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of a bank that slots of any shape read, and the index of each slot's row among them.
+    """Return the rows that slots of any shape read, and each slot's index among them; the bank's gradient is sparse.
 
-    The gradient of the bank is a coalesced sparse tensor of these rows. Counting the rows waits for the device.
+    Counting the rows waits for the device.
     """
     numbers, places = torch.unique(slots, return_inverse=True)
     return _RowsRead.apply(bank, numbers), places

@@ -15,7 +15,7 @@ def weighted_gather(bank: Tensor, slots: Tensor, weights: Tensor, sparse_gradien
 
 
 def gathered_products(vectors: Tensor, bank: Tensor, slots: Tensor, sparse_gradient: bool = False) -> Tensor:
-    """Multiply each vector with rows of a table, `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, equation 15: `P x`).
+    """Multiply vectors with table rows, `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, equation 15).
 
     Shapes: vectors `[..., v]`, bank `[R, v]`, slots `[..., m]`; the result `[..., m]` is float32 at least.
     """
@@ -25,7 +25,7 @@ def gathered_products(vectors: Tensor, bank: Tensor, slots: Tensor, sparse_gradi
 
 
 def _rows(bank: Tensor, slots: Tensor, sparse_gradient: bool) -> Tensor:
-    """Return rows in float32 at least, so that the gradients of a row that thousands of tokens read are summed in float32."""
+    """Return rows in float32 at least, so that thousands of gradients of a row are summed in float32."""
     wide = torch.promote_types(bank.dtype, torch.float32)
     if torch.is_grad_enabled() and bank.requires_grad:
         return F.embedding(slots, bank.to(wide), sparse=sparse_gradient)

@@ -1,13 +1,12 @@
 """Kernels that sum table rows per token, and gradients per row in a fixed order.
 
-An entry is a token with one of its slots. Sums per token read `BM` entries of a token and `BV` columns of a row at a
-time. Sums per row go by buckets of neighbouring rows: entries are sorted by bucket only. The entries of a bucket are
-added to a tile of the bucket's rows, some at a time, as a product on tensor cores with a matrix that holds the weight
-of each entry at its row. A bucket of many entries is summed in pieces, and the sums of the pieces are added in their
-order: so no single program has to sum a row that every token reads.
+An entry is a token with one of its slots. Sums per token read `BM` entries of a token and `BV` columns of a row at a time. Sums per
+row go by buckets of neighbouring rows: entries are sorted by bucket only, and added to a tile of the bucket's rows, some at a time,
+by a product on tensor cores with a matrix that holds the weight of each entry at its row. A bucket of many entries is summed in
+pieces, whose sums are added in their order: so no single program sums a row that every token reads.
 
-Sizes: `BR` rows per bucket; `BE` entries at a time, `PIECE` per program; `BV` columns of a row. A group is a bucket or,
-if each head has separate rows, a bucket of one head.
+Sizes: `BR` rows per bucket; `BE` entries at a time, `PIECE` per program; `BV` columns of a row. A group is a bucket or, if each head
+has separate rows, a bucket of one head.
 """
 
 import torch
@@ -25,15 +24,9 @@ from midus_hf.ops.dispatch.triton import (
     triton,
 )
 
-# Rows of a bucket: a tile of tensor cores, and the slots of one row sub-key if each side has 64 sub-keys.
-_ROWS = 64
-
-# Most entries of a program.
-_PIECE = 4096
-
-# Columns for which the sums of pieces are held at a time.
-_STRETCH = 256
-
+_ROWS = 64  # rows of a bucket: a tile of tensor cores, and the slots of one row sub-key if each side has 64 sub-keys
+_PIECE = 4096  # most entries of a program
+_STRETCH = 256  # columns for which the sums of pieces are held at a time
 _REACH_OF_32_BITS = (1 << 31) - 1
 
 
@@ -41,10 +34,7 @@ _REACH_OF_32_BITS = (1 << 31) - 1
 def group_starts_kernel(
     keys, order, starts, count, entries_per_head, groups, STEPS: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr
 ):
-    """Write the index of each group's first entry: [groups + 1].
-
-    `order` lists the entries sorted by `keys`, their buckets. Entries are numbered head by head, `entries_per_head` per head.
-    """
+    """Write the index of each group's first entry, [groups + 1]; `order` sorts entries, numbered head by head, by bucket (`keys`)."""
     group = tl.program_id(0) * BG + tl.arange(0, BG)
     bucket, first = group // HEADS, (group % HEADS).to(tl.int64) * entries_per_head
     low, high = tl.zeros([BG], tl.int64), tl.zeros([BG], tl.int64) + count
@@ -96,10 +86,7 @@ def bucket_sums_kernel(
     BY_HEAD: tl.constexpr, IS_EVEN: tl.constexpr, IS_LARGE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, M: tl.constexpr, PIECE: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Sum one piece of a group, to `output` if the group has no other, else to `scratch`.
-
-    With `BY_HEAD`, a group is a bucket of one head.
-    """
+    """Sum one piece of a group (with `BY_HEAD` of one head), to `output` if the group has no other, else to `scratch`."""
     group = tl.load(owners + tl.program_id(0)).to(tl.int32)
     if group < groups:
         start_of_group, end = tl.load(starts + group), tl.load(starts + group + 1)
@@ -155,8 +142,7 @@ def bucket_sums(gradient: Tensor, slots: Tensor, weights: Tensor, output: Tensor
         gradient: `[S, H, v]`, with a contiguous last dimension.
         slots: `[S, H, m]`, contiguous, not empty.
         weights: `[S, H, m]`, contiguous.
-        output: `[R, v]`, filled with zeros: the rows of a bank that heads share, or with `by_head` the rows of each
-            head's bank, head after head.
+        output: `[R, v]`, zeros: the rows of a bank that heads share, or with `by_head` of each head's bank, head after head.
         by_head: Whether each head has a separate bank.
     """
     (tokens, heads, m), (num_rows, width) = slots.shape, output.shape
@@ -267,14 +253,9 @@ def triton_row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: 
 def triton_bank_gradient(
     gradient: Tensor, slots: Tensor, weights: Tensor, bank_shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of a bank: for each row the sum of weights times gradients, in float32, in the order of tokens.
+    """Return the gradient of a bank, rows summed in float32, in the order of tokens, and rounded to `dtype` once.
 
-    Args:
-        gradient: Gradient of the sum of each token and head, `[S, H, v]`.
-        slots: Rows that each token and head reads, `[S, H, m]`.
-        weights: Weights of these rows, `[S, H, m]`.
-        bank_shape: `[N, v]` or `[H, N, v]`.
-        dtype: Dtype of the result, to which the sums are rounded once.
+    Shapes: gradient `[S, H, v]`, slots and weights `[S, H, m]`, bank `[N, v]` or `[H, N, v]`.
     """
     output = torch.zeros(bank_shape, dtype=dtype, device=gradient.device)
     if slots.numel() and output.numel():

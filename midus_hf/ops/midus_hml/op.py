@@ -1,7 +1,7 @@
-"""The head-wise memory of MIDUS: product-key retrieval per head, and values expanded per head from one shared bank.
+"""The head-wise memory of MIDUS: product-key retrieval per head, and values expanded from one shared bank.
 
-Selection, weighting, gathering and transforms are one registered op. Its shapes: query `[S, H, d]`, keys `[H, n, d / 2]`, bank
-`[N, v]` or `[H, N, v]`, transforms `[H, v, v]` of a bank `[N, v]`, residual and output `[S, H, v]`.
+Selection, weighting, gathering and transforms are one registered op. Its shapes: query `[S, H, d]`, keys `[H, n, d / 2]`, bank `[N,
+v]` or `[H, N, v]`, transforms `[H, v, v]` of a bank `[N, v]`, residual and output `[S, H, v]`.
 """
 
 import math
@@ -34,7 +34,6 @@ from midus_hf.ops.product_key.triton import triton_score_gradients
 MAX_EXPANDED = 1 << 28
 
 _FEW_SCORES = 4096
-
 # Tokens per slot from which on each implementation expands the bank. For fewer, C transforms gathered values in the cache,
 # which is less work.
 _TIMES_EXPANDED = {"native": 3, "torch": 1, "triton": 1}
@@ -53,26 +52,22 @@ def headwise_memory(
 ) -> Tensor:
     """Retrieve from the memory of every head (MIDUS, equations 11 to 17).
 
-    Head `h` retrieves its `k` best of `N = n * n` slots and sums their rows of the shared bank, weighted by the softmax
-    of their scores. Then it multiplies the sum with its transform: `M_h = W_h sum_m alpha_m V[slot_m]` (HIVE, equation
-    16). The outputs of heads are concatenated, as in attention.
+    Head `h` retrieves its `k` best of `N = n * n` slots, sums their rows of the shared bank, weighted by the softmax of their scores,
+    and multiplies the sum with its transform: `M_h = W_h sum_m alpha_m V[slot_m]` (HIVE, equation 16). Rows are transformed first,
+    `E_h = V W_h^T`, and gathered afterwards, if it is less work, for N tokens or more (in C for 3 N or more), and all E_h together
+    have at most 2^28 elements.
 
-    Because the transform is linear, rows can be transformed first, `E_h = V W_h^T`, and gathered afterwards. This is
-    done if it is less work, for N tokens or more (in C for 3 N or more), and all E_h together have at most 2^28 elements.
-
-    Tables are cast to the dtype of the query, also under `torch.autocast`: with float32 master weights and a bfloat16
-    query, the result is that of a bfloat16 model. Sums are accumulated in float32 at least.
+    Tables are cast to the dtype of the query, also under `torch.autocast`: with float32 master weights and a bfloat16 query, the
+    result is that of a bfloat16 model. Sums are accumulated in float32 at least.
 
     Args:
         query: Attention output of each head, `[..., H, d]`, floating point.
         row_keys: Sub-keys K^row, `[H, n, d / 2]`.
         column_keys: Sub-keys K^col, `[H, n, d / 2]`.
         value_bank: Shared base values, `[n * n, v]`, with v = D / H in MIDUS; or a bank per head, `[H, n * n, v]`.
-        value_transform: Transforms W_h, `[H, v, v]`; each maps a column vector, as in the paper. None uses values
-            without transform.
+        value_transform: Transforms W_h of column vectors, `[H, v, v]`; None uses values without transform.
         k: Slots retrieved per head, `1 <= k <= n`.
-        residual: Summand of the output, `[..., H, v]`, in any floating dtype, which is then the dtype of the output.
-            Default: None.
+        residual: Summand of the output, `[..., H, v]`, in any floating dtype, which is then the dtype of the output. Default: None.
         backend: Body to run, as in `OpChoices`. Default: `"auto"`.
 
     Returns:
@@ -106,7 +101,7 @@ def headwise_memory(
 def _body(
     query: Tensor, tables: tuple[Tensor, Tensor, Tensor], value_transform: Tensor | None, k: int, backend: str
 ) -> str:
-    """Check the shapes of a call and return its backend; calls like an earlier one are looked up, unless traced."""
+    """Check a call's shapes and return its backend; like calls are looked up, unless traced."""
     call: tuple[Any, ...] | None = None
     if not torch.compiler.is_compiling():
         transform_shape = value_transform is None or value_transform.shape
@@ -147,8 +142,7 @@ Kept = tuple[Tensor, Tensor]
 def lookup(inputs: LookupInputs, backend: str, keeps: bool) -> tuple[Tensor, Kept | None]:
     """Return the output `[S, H, v]`, and the tensors for a gradient if `keeps` is true.
 
-    C transforms the gathered values of a block of tokens while they are in the processor's cache. No tensor of the size
-    of all heads' slots is made, neither of expanded values nor of their gradients.
+    C transforms gathered values of a block of tokens in the cache; no tensor has the size of all heads' slots.
     """
     if backend == "native" and native_library() is not None:
         return native_lookup(inputs, keeps)
@@ -224,7 +218,7 @@ def _lookup_gradients(
     wants: list[bool],
     backend: str,
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients of query, row keys, column keys, bank and transforms, for a gradient `[S, H, v]` of the output."""
+    """Return gradients of query, row keys, column keys, bank and transforms, for a gradient `[S, H, v]`."""
     in_c = backend == "native" and native_library() is not None
     tensors, kept = (query, row_keys, column_keys, slots), (bank, weights)
     into_bank = into_transform = None
@@ -285,7 +279,7 @@ def _weights(scores: Tensor) -> Tensor:
 
 
 def _flat(bank: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a flat bank `[R, v]` and, for slots `[H, S, k]` of each head, slots `[H * S, k]` into that bank."""
+    """Return a flat bank `[R, v]`, and slots `[H * S, k]` into it for slots `[H, S, k]` of each head."""
     if bank.dim() == 2:
         return bank, slots.flatten(0, 1)
     heads, slots_of_head, _ = bank.shape

@@ -1,7 +1,6 @@
 """The kernel of the fused head-wise lookup, which selects, weights and gathers in one launch.
 
-Sizes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch; `KP`, `DP` and `VP` the powers of two at
-or above k, d / 2 and v.
+Sizes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch; `KP`, `DP`, `VP` the powers of two from k, d / 2, v on.
 """
 
 from torch import Tensor
@@ -36,7 +35,7 @@ def forward_kernel(
     ADDS: tl.constexpr, KEEPS: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr, ONE: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Write the output [S, H, v] and, if KEEPS, slots and weights [S, H, K]; the query [S, H, 2 * half] has contiguous rows."""
+    """Write the output [S, H, v] and, if KEEPS, slots and weights [S, H, K]; query rows are contiguous."""
     block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
     token = block * BT + tl.arange(0, BT)
     valid = token < tokens
@@ -51,7 +50,6 @@ def forward_kernel(
         rank_mask = valid[:, None] & (ranks < K)[None, :]
         tl.store(slots + entries, chosen.to(slots.dtype.element_ty), mask=rank_mask)
         tl.store(weights + entries, shares, mask=rank_mask)
-
     # All slots are known before the first row is loaded, so that the loads of all rows overlap.
     gathered = tl.zeros([BT, VP], tl.float32)
     bank_of_head = bank + head * bank_stride
@@ -70,7 +68,7 @@ def forward_kernel(
 
 
 def triton_lookup(inputs: LookupInputs, keeps: bool) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Return the output `[S, H, v]` of a lookup without transforms, and, if `keeps`, slots and weights `[S, H, k]` for a gradient."""
+    """Return the output `[S, H, v]` without transforms and, if `keeps`, slots and weights `[S, H, k]`."""
     query, row_keys, column_keys, bank, _, residual, k = inputs
     query = query if query.stride(-1) == 1 else query.contiguous()
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()

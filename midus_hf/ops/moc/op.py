@@ -15,9 +15,7 @@ from midus_hf.ops.dispatch.calling import differentiable_op, resolve, wide_dtype
 from midus_hf.ops.moc import reference
 from midus_hf.ops.moc.triton import BLOCK_ROWS, segment_refusal, triton_chapter_blocks, triton_chapter_gradients
 
-# Largest number of elements of keys that are gathered at a time: 128 MB in float32.
-_MAX_GATHERED = 1 << 25
-
+_MAX_GATHERED = 1 << 25  # largest number of elements of keys that are gathered at a time: 128 MB in float32
 # Minimum number of queries with the same chapters for which gathering keys is faster than sorting tokens by chapter.
 _MIN_TOGETHER = 16
 
@@ -27,14 +25,12 @@ def chapter_attention(
 ) -> Tensor:
     """Attend to the memory tokens of chosen chapters, all in one softmax (Mixture of Chapters, equation 4).
 
-    All Q tokens of a segment read the same n chapters: with Q = 1 each token has its own. There is no position and no
-    mask: every memory token of a chosen chapter is read.
+    All Q tokens of a segment read the same n chapters: with Q = 1 each token has its own. There is no position and no mask.
 
-    Scores are accumulated in float32 at least. For long segments, the keys of each segment are gathered, some
-    segments at a time, and gathered again in the backward pass; torch's attention computes this on every backend
-    except the reference. For short segments, tokens are sorted by chapter instead: the keys of a chapter are multiplied
-    with all of its tokens at once, and no tensor holds keys per token. Under `"triton"`, kernels compute this, in the
-    same order at every run.
+    Scores are accumulated in float32 at least. For long segments, the keys of some segments at a time are gathered, again in the
+    backward pass, and torch's attention computes this on every backend except the reference. For short segments, tokens are sorted by
+    chapter: the keys of a chapter are multiplied with all of its tokens at once, and no tensor holds keys per token. Under
+    `"triton"`, kernels compute this, in the same order at every run.
 
     Args:
         query: `[S, Q, H, d]`, floating point, Q tokens of each of S segments.
@@ -48,8 +44,8 @@ def chapter_attention(
         `[S, Q, H, d]`, in the dtype of `query`.
 
     Raises:
-        ValueError: If shapes disagree, or if `"triton"` is chosen for tokens that must be sorted, and heads are wider
-            than 256 or there are more than 2^30 pairs of a token and a chapter, counted once per head.
+        ValueError: If shapes disagree, or if `"triton"` is chosen for tokens that must be sorted, and heads are wider than 256 or
+            there are more than 2^30 pairs of a token and a chapter, counted once per head.
     """
     _check_shapes(query, keys, values, chapters, scales)
     segments, length, heads, width = query.shape
@@ -119,7 +115,7 @@ def _check_shapes(query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor,
 
 
 class SortedPairs(NamedTuple):
-    """Pairs of a token and a chapter, sorted by chapter, with padding so that each block of rows has one chapter; all int64."""
+    """Pairs of a token and a chapter, padded so that each block of rows has one chapter; all int64."""
 
     pair_of_row: Tensor  # [R], 0 for padding
     chapter_of_block: Tensor  # [R / BLOCK_ROWS]
@@ -130,10 +126,9 @@ class SortedPairs(NamedTuple):
 def segment_attention(
     query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor, *, backend: str
 ) -> Tensor:
-    """Attend from each token, query `[N, H, d]`, to the memory tokens of the token's chapters `[N, n]`, in one softmax.
+    """Attend from each token, query `[N, H, d]`, to the memory tokens of its chapters `[N, n]`, in one softmax.
 
-    Every pair of a token and a chapter gives an output and the log-sum-exp of its scores. The outputs of a token's
-    pairs are then weighted by the softmax over their log-sum-exps, which equals one softmax over all memory tokens.
+    Outputs of a token's pairs are weighted by the softmax over their log-sum-exps, which equals one softmax over all memory tokens.
     """
     segments = sort_by_chapter(chapters, len(keys))
     arguments = block_arguments(query, keys, values, chapters, scales, segments)
@@ -148,7 +143,7 @@ def segment_attention(
 def block_arguments(
     query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor, segments: SortedPairs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the arguments of `block_attention`, from the arguments of `segment_attention` and its sorted pairs."""
+    """Return the arguments of `block_attention`, from those of `segment_attention` and its sorted pairs."""
     tokens = segments.pair_of_row // chapters.shape[1]
     # The gradient of an embedding is summed in a fixed order.
     rows = F.embedding(tokens, query.flatten(1)).unflatten(1, query.shape[1:])  # [R, H, d]
@@ -163,8 +158,8 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend from each row `[R, H, d]` to the memory tokens of the chapter of the row's block.
 
-    `factors` `[R]` multiply the scores of each row; the gradients of kernels need `block_ends`. Returns the outputs
-    `[R, H, d]`, and the logarithm of the sum of the exponentials of scores `[R, H]`, float32 at least.
+    `factors` `[R]` multiply the scores of each row; the gradients of kernels need `block_ends`. Returns the outputs `[R, H, d]`, and
+    the logarithm of the sum of the exponentials of scores `[R, H]`, float32 at least.
     """
     blocks = rows.unflatten(0, (-1, BLOCK_ROWS)).transpose(1, 2)  # [blocks, H, BLOCK_ROWS, d]
     block_keys, block_values = (
@@ -181,8 +176,8 @@ def block_attention(
 def sort_by_chapter(chapters: Tensor, num_chapters: int) -> SortedPairs:
     """Assign a row to every pair of a token and a chapter, so that no block of rows has two chapters.
 
-    The number of rows depends on shapes only, so that nothing waits for the device: it is `N * n`, rounded up to whole
-    blocks, plus one block per chapter, or per pair if there are fewer pairs than chapters.
+    The number of rows depends on shapes only, so nothing waits for the device: `N * n`, rounded up to whole blocks, plus one block
+    per chapter, or per pair if there are fewer pairs than chapters.
     """
     pairs = chapters.numel()
     order = chapters.flatten().argsort(stable=True)  # [N * n]

@@ -1,11 +1,11 @@
-"""Kernels of attention of blocks of queries, each to the memory tokens of one chapter: the forward pass and the gradients.
+"""Kernels of attention from blocks of queries to the memory tokens of one chapter each, and their gradients.
 
-A program takes one block of rows and one query head, and reads the chapter's memory tokens a tile at a time, with an
-online softmax. Shares of attention are recomputed for the gradients. The gradient of a memory token is summed by
-one program over the blocks of its chapter, in their order, so that no two programs add to the same number.
+A program takes one block of rows and one query head, and reads the chapter's memory tokens a tile at a time, with an online softmax.
+Shares of attention are recomputed for the gradients. One program sums the gradient of a memory token over the blocks of its chapter,
+in their order.
 
-Sizes: R rows, C chapters of M memory tokens, H heads; `BP` rows per block, `BM` memory tokens per tile, `DP` the power
-of two at or above the width of a head, at least 16.
+Sizes: R rows, C chapters of M memory tokens, H heads; `BP` rows per block, `BM` memory tokens per tile, `DP` the power of two at or
+above the width of a head, at least 16.
 """
 
 import torch
@@ -22,15 +22,11 @@ from midus_hf.ops.dispatch.triton import (
     triton,
 )
 
-# Rows per block: the queries that one matrix product multiplies with the keys of a chapter.
-BLOCK_ROWS = 32
-
+BLOCK_ROWS = 32  # rows per block: the queries that one matrix product multiplies with the keys of a chapter
 # Largest width of a head: a tile of 16 wider rows would not fit into shared memory, from which it is multiplied.
 _MAX_WIDTH = 256
-
 # Maximum number of pairs of a token and a chapter times query heads: they are numbered by 32-bit integers.
 _MAX_ROWS = 1 << 30
-
 # Maximum memory tokens per tile, and maximum bytes of their keys.
 _MAX_TILE = 64
 _TILE_BYTES = 16 << 10
@@ -54,7 +50,7 @@ def store_head_rows(tile, rows, row, valid, WIDTH: tl.constexpr, DP: tl.constexp
 
 @triton.jit
 def tile_of_memory(chapter, start, head, heads, MEMORY: tl.constexpr, BM: tl.constexpr):
-    """Return the rows [BM] of memory tokens from `start` on in a table [C, M, H, d], and a mask of the existing ones."""
+    """Return the rows [BM] of memory tokens from `start` on in a table [C, M, H, d], and a mask."""
     memory = start + tl.arange(0, BM)
     return (chapter * MEMORY + memory) * heads + head, memory < MEMORY
 
@@ -123,7 +119,7 @@ def chapter_table_gradient_kernel(
     MEMORY: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BP: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of BM memory tokens of one head of a chapter, summed over the blocks of the chapter."""
+    """Write the gradients of BM memory tokens of one head of a chapter, summed over its blocks."""
     chapter, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     first = tl.load(block_ends + chapter - 1, mask=chapter > 0, other=0)
     end = tl.load(block_ends + chapter)
@@ -205,7 +201,7 @@ def segment_refusal(heads: int, width: int, pairs: int) -> str | None:
 
 
 def _tile(keys: Tensor) -> Tile:
-    """Return the constants of all kernels: more warps for wide rows, since registers hold two sums of rows and their terms."""
+    """Return the constants of all kernels: more warps for wide rows, whose sums registers hold."""
     (_, memory_tokens, _, width), element = keys.shape, keys.element_size()
     dims = max(16, power_of_two(width))
     tile = min(_MAX_TILE, power_of_two(memory_tokens), _TILE_BYTES // (dims * element))

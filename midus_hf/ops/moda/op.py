@@ -1,4 +1,4 @@
-"""Attention of each token to the keys and values of its position, and its union with attention to the sequence (MoDA)."""
+"""Attention of each token to keys and values of its position, joined with attention to the sequence (MoDA)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,8 +13,7 @@ from midus_hf.ops.moda import reference
 from midus_hf.ops.moda.reference import depth_scores, join_factors
 from midus_hf.ops.moda.triton import depth_refusal, triton_depth_attention, triton_depth_gradients
 
-# Queries whose scores of the sequence are held at once.
-_CHUNK = 256
+_CHUNK = 256  # queries whose scores of the sequence are held at once
 
 
 def depth_attention(
@@ -28,8 +27,8 @@ def depth_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend from each token to the n slots of the token's position, in one softmax.
 
-    Kernels read slots in place; slots are copied only if dtypes differ or rows are not contiguous. PyTorch copies all
-    slots together, and again in the backward pass. Query head h reads key/value head h // (H / K).
+    Kernels read slots in place, and copy them only if dtypes differ or rows are not contiguous. PyTorch copies all slots together,
+    and again in the backward pass. Query head h reads key/value head h // (H / K).
 
     Args:
         query: `[B, H, T, d]`, floating point.
@@ -37,12 +36,12 @@ def depth_attention(
         values: Value of each slot, `[B, K, T, d]`.
         scaling: Factor of scores.
         softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
-        backend: Body to run, as in `OpChoices`: `"reference"` is the contract, `"torch"` the contract with
-            intermediate results recomputed for the gradient, and `"triton"` runs kernels. Default: `"auto"`.
+        backend: Body to run, as in `OpChoices`: `"torch"` is `"reference"` with intermediate results recomputed for the gradient.
+            Default: `"auto"`.
 
     Returns:
-        What each head reads, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials
-        of its scores, `[B, H, T]`, float32 at least. Gradients flow through both.
+        What each head reads, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials of its scores,
+        `[B, H, T]`, float32 at least. Gradients flow through both.
 
     Raises:
         ValueError: If there are no slots, shapes disagree, or `backend` names kernels for a call that they cannot run.
@@ -71,10 +70,9 @@ def depth_attention(
 def sequence_lse(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scaling: float, softcap: float | None = None
 ) -> Tensor:
-    """Compute `reference.sequence_lse` for a few queries at a time, recomputing it for the gradient: no tensor holds all scores.
+    """Compute `reference.sequence_lse` for a few queries at a time, so that no tensor holds all scores.
 
-    With inputs of half precision, products are summed, capped and masked in float32 and
-    never rounded to half precision, as in the attention kernels whose output is combined with this sum.
+    Scores of half precision are summed, capped and masked in float32, as in the attention kernels whose output this is combined with.
     """
     key = key.to(torch.promote_types(query.dtype, torch.float32))
     parts = []
@@ -102,10 +100,10 @@ def joint_shares(
     gate: Tensor | None = None,
     added: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors with which `joint_attention` weights the value of each slot, and the heads' output for the sequence.
+    """Return the factors of each slot's value and of the sequence's output in `joint_attention`, without gradient.
 
-    Arguments are those of `depth_attention` and `joint_attention`. The shares of slots `[B, H, T, n]` and of the sequence
-    `[B, H, T]`, float32 at least, add up to 1, or to 2 - c if `added`. No gradient flows through them.
+    Arguments are those of `depth_attention` and `joint_attention`. The shares of slots `[B, H, T, n]` and of the sequence `[B, H,
+    T]`, float32 at least, add up to 1, or to 2 - c if `added`.
     """
     with torch.no_grad():
         scores = depth_scores(query, keys, scaling, softcap)
@@ -114,11 +112,7 @@ def joint_shares(
 
 
 def shared_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype in which kernels read all of the tensors.
-
-    If their dtypes differ under autocast, the result is the dtype of autocast, as in PyTorch's attention; otherwise it
-    is the dtype to which all their dtypes promote.
-    """
+    """Return the dtype in which kernels read all tensors: that of autocast if theirs differ, else the one they promote to."""
     dtypes = {tensor.dtype for tensor in tensors}
     device = tensors[0].device.type
     if len(dtypes) > 1 and torch.is_autocast_enabled(device):
@@ -127,7 +121,7 @@ def shared_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def _empty_by_token(heads: Tensor) -> Tensor:
-    """Return an uninitialised tensor `[B, H, T, d]` that is laid out in memory as `[B, T, H, d]`, as kernels write."""
+    """Return an uninitialised tensor `[B, H, T, d]`, in memory as `[B, T, H, d]`, as kernels write."""
     return heads.new_empty(heads.transpose(1, 2).shape).transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Attention to the slots of the depth, and its union with attention to the sequence (MoDA, section 2.3)."""
+"""Attention to slots of the depth, joined with attention to the sequence (MoDA, section 2.3)."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ def depth_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend from each token to the n slots of the token's position, in one softmax.
 
-    Shapes: query `[B, H, T, d]`, key and value of each slot `[B, K, T, d]`; K divides H. Scores are multiplied with `scaling`,
-    and bounded by c in `c * tanh(score / c)` if there is a `softcap` c. Returns what heads read, `[B, H, T, d]`, in the
-    query's dtype, and the logarithm of the sum of the exponentials of scores, `[B, H, T]`, float32 at least.
+    Shapes: query `[B, H, T, d]`, key and value of each slot `[B, K, T, d]`; K divides H. Scores are multiplied with `scaling`, and
+    bounded by c in `c * tanh(score / c)` if there is a `softcap` c. Returns what heads read, `[B, H, T, d]`, in the query's dtype,
+    and the logarithm of the sum of the exponentials of scores, `[B, H, T]`, float32 at least.
     """
     scores = depth_scores(query, keys, scaling, softcap)
     shares = scores.softmax(-1).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, n]
@@ -29,7 +29,7 @@ def depth_attention(
 
 
 def depth_scores(query: Tensor, keys: Sequence[Tensor], scaling: float, softcap: float | None) -> Tensor:
-    """Return the score of each slot, `[B, H, T, n]`, float32 at least, with the arguments of `depth_attention`."""
+    """Return the score of each slot, `[B, H, T, n]`, float32 at least; arguments as in `depth_attention`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(wide).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, d]
     stacked = torch.stack([key.to(wide) for key in keys], dim=3)  # [B, K, T, n, d]
@@ -49,13 +49,13 @@ def joint_attention(
 ) -> Tensor:
     """Join what heads read of the sequence, o_S, with what they read of the depth, o_D (section 2.3).
 
-    With S and D the two sums of exponentials, `w = D / (S + D)` is the share of the depth in one softmax over both. A
-    gate c leads from only the sequence to this softmax: `(1 - c w) o_S + c w o_D`, or, if `added`,
-    `(1 - c w) o_S + (1 - c + c w) o_D`. At c = 0, the first formula gives o_S, bit for bit, and the second `o_S + o_D`.
-    At c = 1, the default, both formulas give the softmax over sequence and depth, as in the paper.
+    With S and D the two sums of exponentials, `w = D / (S + D)` is the share of the depth in one softmax over both. A gate c leads
+    from only the sequence to this softmax: `(1 - c w) o_S + c w o_D`, or, if `added`, `(1 - c w) o_S + (1 - c + c w) o_D`. At c = 0,
+    the first formula gives o_S, bit for bit, and the second `o_S + o_D`. At c = 1, the default, both give the paper's softmax over
+    both.
 
-    Shapes: o_S, o_D and the result, in the dtype of o_S, `[B, H, T, d]`; logarithms of S and D `[B, H, T]`, and the gate c, from
-    0 to 1, broadcastable to it.
+    Shapes: o_S, o_D and the result, in the dtype of o_S, `[B, H, T, d]`; logarithms of S and D `[B, H, T]`, and the gate c, from 0 to
+    1, broadcastable to it.
     """
     sequence_factor, depth_factor = join_factors(sequence_lse, depth_lse, gate, added)
     wide = torch.promote_types(sequence.dtype, torch.float32)
@@ -64,7 +64,7 @@ def joint_attention(
 
 
 def join_factors(sequence_lse: Tensor, depth_lse: Tensor, gate: Tensor | None, added: bool) -> tuple[Tensor, Tensor]:
-    """Return the factors of o_S and o_D in `joint_attention`, both `[B, H, T]`, with the arguments of `joint_attention`."""
+    """Return the factors of o_S and o_D in `joint_attention`, `[B, H, T]`; arguments as there."""
     share, rest = shares_of_both(sequence_lse, depth_lse)
     if gate is None:
         return rest, share
@@ -93,9 +93,9 @@ def sequence_lse(
     softcap: float | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Return the logarithm of the sum of the exponentials of each query's scores of the sequence, `[B, H, T]`.
+    """Return the log-sum-exp of each query's scores of the sequence, `[B, H, T]`, float32 at least.
 
-    It is float32 at least, and minus infinity for queries that read nothing.
+    It is minus infinity for queries that read nothing.
 
     Args:
         query: `[B, H, T, d]`, floating point.
@@ -115,7 +115,7 @@ def sequence_lse(
 def sequence_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scaling: float, softcap: float | None = None
 ) -> Tensor:
-    """Return the attention weights `[B, H, T, S]` of the softmax over only the sequence, with the arguments of `sequence_lse`.
+    """Return the weights `[B, H, T, S]` of the softmax over only the sequence; arguments as in `sequence_lse`.
 
     They are float32 at least, zero for queries that read nothing, and without gradient.
     """
@@ -132,7 +132,7 @@ def sequence_scores(
     softcap: float | None,
     first: int = 0,
 ) -> Tensor:
-    """Return the masked scores of the sequence, `[B, H, T, S]`, float32 at least, with the arguments of `sequence_lse`."""
+    """Return the masked scores, `[B, H, T, S]`, float32 at least; arguments as in `sequence_lse`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(wide).unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [B, K, G * T, d]
     with without_autocast(query.device.type):

@@ -1,13 +1,12 @@
 """Kernels of attention to the depth, and the table of slot addresses that they read.
 
-Slots are separate tensors that are read in place. A table on the device has their addresses, sorted into runs of slots
-with the same strides. A program takes one token and one head of keys and values: matrix products multiply its group of
-query heads with BS slots at once, in an online softmax. Only the queries and the table are read more than once, so
-memory bandwidth bounds the speed. Since only the program of a token and head reads a row of a slot, it writes the
-gradient of the row once, and no sums cross programs; shares are recomputed from the log-sum-exp.
+Slots are separate tensors, read in place. A table on the device has their addresses, sorted into runs of slots with the same strides.
+A program takes one token and one head of keys and values: matrix products multiply its group of query heads with BS slots at once, in
+an online softmax. Memory bandwidth bounds the speed. Each program writes the gradients of the rows that it reads, so no sums cross
+programs; shares are recomputed from the log-sum-exp.
 
-Sizes: B texts, H query heads, K heads of keys and values, T tokens, n slots, R runs of slots; `GP` the power of two at
-or above H / K, and `DP` the power of two at or above the width of a head, both at least 16.
+Sizes: B texts, H query heads, K heads of keys and values, T tokens, n slots, R runs of slots; `GP` the power of two at or above H /
+K, and `DP` the power of two at or above the width of a head, both at least 16.
 """
 
 from collections.abc import Sequence
@@ -22,17 +21,13 @@ from midus_hf.ops.dispatch.triton import Tile, on_device_of, power_of_two, produ
 # Largest width of a head: a tile of 16 wider rows would not fit into shared memory, from which it is multiplied.
 _MAX_WIDTH = 256
 
-# Maximum query heads per head of keys and values: a program holds the outputs of all of them.
-_MAX_GROUP = 64
-
+_MAX_GROUP = 64  # maximum query heads per head of keys and values: a program holds the outputs of all of them
 _MAX_PROGRAMS = (1 << 31) - 1  # of one launch
 _MAX_SLOTS_AT_ONCE = 64
-
 # Per run in the table: the end of its slots, then the strides in bytes of texts, heads and tokens, of keys and of values.
 _NUMBERS_PER_RUN = 7
 
-# Bytes of the widest load of one thread, whose address must be a multiple of this.
-_VECTOR_BYTES = 16
+_VECTOR_BYTES = 16  # bytes of the widest load of one thread, whose address must be a multiple of this
 
 
 class SlotTable(NamedTuple):
@@ -73,7 +68,7 @@ def store_group_tile(
 
 @triton.jit
 def run_of_table(run, text, head, token):
-    """Return the end of a run's slots, and for a token and head the offsets in bytes of rows from addresses of keys and of values."""
+    """Return the end of a run's slots, and offsets in bytes of a token's and head's rows of keys and values."""
     key = text * tl.load(run + 1) + head * tl.load(run + 2) + token * tl.load(run + 3)
     value = text * tl.load(run + 4) + head * tl.load(run + 5) + token * tl.load(run + 6)
     return tl.load(run).to(tl.int32), key, value
@@ -155,7 +150,7 @@ def triton_depth_attention(
     scaling: float,
     softcap: Optional[float],  # noqa: UP045 - torch.library reads only this form
 ) -> tuple[Tensor, Tensor]:
-    """Compute `depth_attention` by a kernel: output `[B, H, T, d]` and log-sum-exps `[B, H, T]`, float32, laid out token by token."""
+    """Compute `depth_attention`: `[B, H, T, d]` and log-sum-exps `[B, H, T]`, float32, token by token."""
     query = with_rows(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
     output = query.new_empty(texts, tokens, heads, width)
@@ -173,7 +168,7 @@ def triton_depth_attention(
 
 
 def slot_table(keys: Sequence[Tensor], values: Sequence[Tensor], *others: Sequence[Tensor]) -> SlotTable:
-    """Build the table of slot addresses on the device of the slots; `others` are more tensors per slot, of one layout in memory."""
+    """Build the table of slot addresses on the slots' device; `others` are more tensors per slot, of one layout."""
     keys, values = ([with_rows(slot) for slot in slots] for slots in (keys, values))
     size = keys[0].element_size()
     strides = [
@@ -193,7 +188,7 @@ def slot_table(keys: Sequence[Tensor], values: Sequence[Tensor], *others: Sequen
 
 
 def depth_tile(query: Tensor, kv_heads: int, slots: int, tile_bytes: int = 16 << 10) -> Tile:
-    """Return the sizes of a program: 16 or more slots are read at once, with rows of `tile_bytes` at most if there are more."""
+    """Return the sizes of a program: 16 slots at once, or more with at most `tile_bytes` of rows."""
     group, dims = (max(16, power_of_two(size)) for size in (query.shape[1] // kv_heads, query.shape[-1]))
     at_once = max(16, min(_MAX_SLOTS_AT_ONCE, power_of_two(slots)))
     return {
@@ -219,11 +214,9 @@ def depth_refusal(query: Tensor, keys: Sequence[Tensor]) -> str | None:
 
 # Maximum numbers that one launch writes: 2 KB of the 4 KB of arguments that any GPU takes.
 _MAX_NUMBERS_PER_LAUNCH = 256
-
 # Minimum numbers that one launch writes, after padding: the kernel is compiled for each power of two from here to the
 # most.
 _MIN_NUMBERS_PER_LAUNCH = 16
-
 # Summand of passed numbers. Triton compiles a kernel anew for an integer that is 1, or a multiple of 16, or fits into
 # 32 bits; odd 64-bit integers need no new compilation.
 _ABOVE = 1 << 62
@@ -237,7 +230,7 @@ def write_numbers_kernel(numbers, into, COUNT: tl.constexpr):
 
 
 def device_numbers(numbers: Sequence[int], like: Tensor) -> Tensor:
-    """Return one or more integers between -2^60 and 2^60 on the device of a tensor, int64, without waiting for the device."""
+    """Return integers between -2^60 and 2^60 on a tensor's device, int64, without waiting for it."""
     sizes = [
         min(_MAX_NUMBERS_PER_LAUNCH, len(numbers) - start) for start in range(0, len(numbers), _MAX_NUMBERS_PER_LAUNCH)
     ]
@@ -329,7 +322,7 @@ def triton_depth_gradients(
     softcap: Optional[float],  # noqa: UP045
     wants: list[bool],
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-    """Return the gradients of query, keys and values, laid out in memory token by token; None or empty if not needed."""
+    """Return the gradients of query, keys and values, laid out token by token; None or empty if not needed."""
     wants_query, wants_slots = wants[0], any(wants[1:])
     query = with_rows(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]

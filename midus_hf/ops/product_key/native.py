@@ -1,7 +1,7 @@
-"""Product-key retrieval, head-wise lookup and their gradients in compiled C, for float32 and bfloat16 on a CPU.
+"""Product-key retrieval, head-wise lookup and gradients in compiled C, for float32 and bfloat16 on a CPU.
 
-Each result is written by one thread, in the order of tokens: neither the number of threads nor the other tokens of a call change
-a bit. All functions raise a `ValueError` if a tensor is not on the CPU.
+One thread writes each result, in the order of tokens: neither the number of threads nor other tokens change a bit. All functions
+raise a `ValueError` if a tensor is not on the CPU.
 """
 
 from typing import NamedTuple
@@ -23,17 +23,14 @@ from midus_hf.ops.dispatch.library import (
 _MAX_SUB_KEYS = 1 << 15
 # Largest number of slots per head that C retrieves: C's cost per slot grows with k, and for larger k torch is faster.
 _MAX_RETRIEVED = 64
-
 # Least number of tokens per stretch, and largest number of stretches: gradients of tables are summed per stretch first.
 _STRETCH = 256
 _MAX_STRETCHES = 16
-
-# C pads rows to a multiple of the lanes, at most this.
-_MAX_LANES = 16
+_MAX_LANES = 16  # C pads rows to a multiple of the lanes, at most this
 
 
 class LookupInputs(NamedTuple):
-    """Arguments of a lookup. Query and tables share a dtype; a residual may have another, which is then the dtype of the output."""
+    """Arguments of a lookup. Query and tables share a dtype; a residual's dtype is that of the output."""
 
     query: Tensor  # [S, H, d]
     row_keys: Tensor  # [H, n, d / 2]
@@ -47,7 +44,7 @@ class LookupInputs(NamedTuple):
 
 
 def room_for_gradient(inputs: LookupInputs) -> tuple[Tensor, Tensor]:
-    """Return uninitialised slots `[S, H, k]`, in the narrowest integers that hold n * n, and weights `[S, H, k]`, float32."""
+    """Return uninitialised slots, in the narrowest integers for n * n, and weights, float32: `[S, H, k]`."""
     query, n = inputs.query, inputs.row_keys.shape[1]
     shape = (*query.shape[:2], inputs.k)
     return query.new_empty(shape, dtype=narrowest_integer(n * n)), query.new_empty(shape, dtype=torch.float32)
@@ -61,10 +58,7 @@ def native_refusal(n: int, k: int) -> str | None:
 
 
 def native_lookup(inputs: LookupInputs, keeps: bool) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Return the output `[S, H, v]`, and, if `keeps`, slots and weights `[S, H, k]` for a gradient.
-
-    Transforms multiply gathered sums in float32, before rounding.
-    """
+    """Return the output `[S, H, v]`, and, if `keeps`, slots and weights `[S, H, k]`; transforms multiply in float32."""
     query, row_keys, column_keys, bank, transform, residual, _ = inputs
     if residual is not None and residual.dtype not in NATIVE_DTYPES:
         output, kept = native_lookup(inputs._replace(residual=None), keeps)
@@ -91,7 +85,7 @@ def native_lookup(inputs: LookupInputs, keeps: bool) -> tuple[Tensor, tuple[Tens
 
 
 def native_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the scores, float32, descending, and the numbers, int64, of the k best slots: `[S, H, k]` each."""
+    """Return scores, float32, descending, and numbers, int64, of the k best slots: `[S, H, k]` each."""
     if not (query.is_cpu and row_keys.is_cpu and column_keys.is_cpu):
         refuse_places({"query": query, "row_keys": row_keys, "column_keys": column_keys})
     slots = query.new_empty(*query.shape[:2], k, dtype=torch.int64)
@@ -102,7 +96,7 @@ def native_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) 
 
 
 def _look_up(inputs: LookupInputs, tensors: tuple[Tensor | None, ...], width: int) -> None:
-    """Call C with bank, transform, residual, output, slots and weights; without a bank, weights are scores."""
+    """Call C with bank, transform, residual, output, slots and weights (scores without a bank)."""
     query, row_keys, column_keys = (
         with_rows(inputs.query),
         inputs.row_keys.contiguous(),
@@ -145,8 +139,8 @@ def native_score_gradients(
         row_keys: `[H, n, d / 2]`.
         column_keys: `[H, n, d / 2]`.
         slots: `[S, H, k]`.
-        looked_up: Bank `[N, v]` or `[H, N, v]`, and weights `[S, H, k]`; without `gradient`, a tensor that is not read, and
-            the gradients of scores, float32.
+        looked_up: Bank `[N, v]` or `[H, N, v]`, and weights `[S, H, k]`; without `gradient`, an unread tensor and gradients of
+            scores, float32.
         transform: Matrix per head, `[H, v, v]`. Default: None, no transform.
     """
     bank, weights = looked_up

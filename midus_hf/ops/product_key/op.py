@@ -22,16 +22,16 @@ def product_key_topk(
 ) -> tuple[Tensor, Tensor]:
     """Find, for every head, the `k` product keys that score highest against its query.
 
-    Slot `i * n + j` has the score `<q_row, K_row[i]> + <q_column, K_column[j]>`, where `q_row` and `q_column` are the
-    halves of the query. The k best slots all lie in the grid of the k best rows and the k best columns, so two small
-    selections give exactly the result of one selection over all `n * n` slots (MIDUS, equations 11 to 13).
+    Slot `i * n + j` has the score `<q_row, K_row[i]> + <q_column, K_column[j]>`, where `q_row` and `q_column` are the halves of the
+    query. The k best slots all lie in the grid of the k best rows and the k best columns, so two small selections give exactly the
+    result of one selection over all `n * n` slots (MIDUS, equations 11 to 13).
 
-    Scores of half-precision queries are accumulated in float32, also under `torch.autocast`, because rounding them
-    first would change the selection. Among slots of equal scores, any may be chosen.
+    Scores of half-precision queries are accumulated in float32, also under `torch.autocast`, because rounding them first would change
+    the selection. Among slots of equal scores, any may be chosen.
 
-    One token may choose a sub-key up to k times. PyTorch on CUDA adds the gradients of these choices in any order,
-    kernels and C in a fixed order. Results of kernels and C can be differentiated once; with `backend="torch"`,
-    gradients can be differentiated as well, transformed by `torch.func`, and computed in forward mode.
+    PyTorch on CUDA adds the gradients of a sub-key that a token chooses several times in any order, kernels and C in a fixed order.
+    Kernels and C can be differentiated once; with `backend="torch"`, gradients can be differentiated as well, transformed by
+    `torch.func`, and computed in forward mode.
 
     Args:
         query: `[..., H, d]`, floating point, `d` even.
@@ -44,8 +44,8 @@ def product_key_topk(
         Scores `[..., H, k]`, descending, float32 (float64 for a float64 query), and slots `[..., H, k]`, int64.
 
     Raises:
-        ValueError: If the shapes disagree, `d` is odd, or `k` lies outside `1..n`; or if `"triton"` is chosen for
-            sub-keys that kernels do not support: very wide ones, or more than 128 per side in float32.
+        ValueError: If the shapes disagree, `d` is odd, or `k` lies outside `1..n`; or if `"triton"` is chosen for sub-keys that
+            kernels do not support: very wide ones, or more than 128 per side in float32.
     """
     check_product_keys(query, row_keys, column_keys, k)
     heads, n, half = row_keys.shape
@@ -80,10 +80,7 @@ def check_product_keys(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: 
 
 
 def _best_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int, backend: str) -> tuple[Tensor, Tensor]:
-    """Return scores, float32, descending, and slots, int64, of the k best slots: `[S, H, k]` each.
-
-    The query `[S, H, d]` and the keys `[H, n, d / 2]` share a dtype. The backend is `"triton"` or `"native"`.
-    """
+    """Return scores, float32, descending, and slots, int64, `[S, H, k]` each, by `"triton"` or `"native"`."""
     if backend == "triton":
         return triton_scores(query, row_keys, column_keys, k)
     if native_library() is not None:
@@ -122,17 +119,9 @@ product_key_scores_op = differentiable_op(
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return `scores.topk(k, dim=-1)`, computed by groups on a CPU, where `topk` takes three times as long for 64 columns as for 16.
+    """Return `scores.topk(k, dim=-1)` of `[..., n]` without NaN, by groups on a CPU, where wide `topk` is slow.
 
-    The k largest scores of a row lie in the k groups with the largest maxima, so two selections among few scores give
-    exactly the result of one selection among all. Among equal scores, any may be chosen.
-
-    Args:
-        scores: `[..., n]`, without NaN.
-        k: Number of scores to select, `1 <= k <= n`.
-
-    Returns:
-        Values, descending, and indices, int64, both `[..., k]`.
+    The k largest scores lie in the k groups with the largest maxima, so the result is exact. Among equal scores, any may be chosen.
     """
     n = scores.shape[-1]
     size = _group_size(n, k)
@@ -149,7 +138,7 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _group_size(n: int, k: int) -> int:
-    """Return the group size, a power of two, that leaves the fewest columns to select among; 1 if grouping saves little."""
+    """Return the group size, a power of two, that leaves the fewest columns; 1 if grouping saves little."""
     best, fewest = 1, n
     size = 2
     while n > _FEW_COLUMNS and size < n and -(-n // size) >= k:
@@ -161,7 +150,7 @@ def _group_size(n: int, k: int) -> int:
 
 
 def select(row_scores: Tensor, column_scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return rows and columns of the k best slots, best first, `[..., k]` each, int64, for scores `[..., n]` of rows and columns."""
+    """Return rows and columns of the k best slots, best first, `[..., k]`, int64, for scores `[..., n]`."""
     row_best, rows = largest(row_scores, k)
     column_best, columns = largest(column_scores, k)
     # A sum of ranks i and j can be among the k best only if (i + 1)(j + 1) <= k: that many sums are at least as large.
@@ -174,10 +163,7 @@ def select(row_scores: Tensor, column_scores: Tensor, k: int) -> tuple[Tensor, T
 
 
 def halves(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the row and column halves of a query `[S, H, d]`: `[H, S, d / 2]` each.
-
-    Each half is copied: the rounding of a matrix product of strided rows depends on their layout in memory.
-    """
+    """Return the halves of a query `[S, H, d]`, `[H, S, d / 2]`, copied, since layout in memory changes the rounding of products."""
     rows, columns = query.unflatten(-1, (2, -1)).permute(2, 1, 0, 3).to(dtype).contiguous()
     return rows, columns
 
@@ -187,12 +173,7 @@ def query_and_key_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of query `[S, H, d]`, row keys and column keys `[H, n, d / 2]`, in their dtypes.
 
-    Args:
-        into_scores: Gradient of the scores of the chosen slots, `[H, S, k]`, float32 at least.
-        slots: Chosen slots, `[H, S, k]`, int64.
-        query: `[S, H, d]`.
-        row_keys: `[H, n, d / 2]`.
-        column_keys: `[H, n, d / 2]`.
+    `into_scores` has the gradient of the scores of the chosen `slots`, both `[H, S, k]`, float32 at least and int64.
     """
     n, wide = row_keys.shape[1], into_scores.dtype
     into_query, into_keys = [], []

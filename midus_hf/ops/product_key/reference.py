@@ -1,15 +1,12 @@
-"""The contracts of product-key retrieval (MIDUS, equations 11 to 13) and of flat retrieval (equation 4)."""
+"""The contracts of product-key (MIDUS, equations 11 to 13) and flat retrieval (equation 4)."""
 
 import torch
 from torch import Tensor
 
 from midus_hf.ops.dispatch.calling import without_autocast
 
-# Largest number of scores that are held at a time: 256 MB in float32.
-_MAX_SCORES = 1 << 26
-
-# Largest number of elements of keys that a CPU holds in float32 at a time: 4 MB.
-_MAX_WIDENED = 1 << 20
+_MAX_SCORES = 1 << 26  # largest number of scores that are held at a time: 256 MB in float32
+_MAX_WIDENED = 1 << 20  # largest number of elements of keys that a CPU holds in float32 at a time: 4 MB
 
 
 def product_key_topk(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -27,7 +24,7 @@ def product_key_topk(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: in
 
 
 def sub_key_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores of all row keys and of all column keys (MIDUS, equation 11): `[..., H, n]` each, float32 at least.
+    """Return the scores of all row and column keys (MIDUS, equation 11), `[..., H, n]` each, float32 at least.
 
     Keys are cast to the dtype of the query first.
     """
@@ -44,8 +41,8 @@ def sub_key_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor) -> tupl
 def flat_key_topk(query: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Find, for every head, the `k` keys that score highest against its query (MIDUS, equation 4).
 
-    Scores of half-precision queries are accumulated in float32, also under `torch.autocast`. All N scores of a token exist
-    only while the best are picked. Gradients flow through the scores of the picked keys.
+    Scores of half-precision queries are accumulated in float32, also under `torch.autocast`. All N scores of a token exist only while
+    the best are picked. Gradients flow through the scores of the picked keys.
 
     Args:
         query: `[..., H, d]`, floating point.
@@ -65,7 +62,6 @@ def flat_key_topk(query: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"query ends in {tuple(query.shape[-2:])}; expected (heads, key width) = ({heads}, {width}).")
     if not 1 <= k <= slots:
         raise ValueError(f"k is {k}; expected 1 <= k <= N = {slots}. Lower k or raise N.")
-
     score_dtype = torch.promote_types(query.dtype, torch.float32)
     leading = query.shape[:-2]
     rounded_keys = keys.to(query.dtype)
@@ -84,10 +80,7 @@ def flat_key_topk(query: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_keys(query: Tensor, keys: Tensor, k: int) -> Tensor:
-    """Return the indices `[H, S, k]` of the k keys out of `[H, N, d]` that score highest against queries `[H, S, d]`.
-
-    Keys are widened to the dtype of the queries some heads at a time, so that on a CPU they stay in the cache.
-    """
+    """Return the indices `[H, S, k]` of the best keys, widened some heads at a time so that a CPU's cache holds them."""
     heads, slots, width = keys.shape
     together = max(1, _MAX_WIDENED // (slots * width)) if keys.device.type == "cpu" else heads
     stretch = max(1, _MAX_SCORES // (min(together, heads) * slots))

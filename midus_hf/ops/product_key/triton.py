@@ -1,11 +1,11 @@
-"""Kernels that select product keys without storing the scores of all sub-keys, and of gradients through these scores.
+"""Kernels that select product keys without storing the scores of all sub-keys, and gradients through these.
 
-Gradients of a token's scores are spread over a tile, each at the column of its sub-key. Tensor cores multiply the tile with
-sub-keys for the gradient of the queries, and with queries for the gradient of the sub-keys, which a program sums over many
-tokens. For bfloat16, the tile is rounded to bfloat16 before, as the resulting gradients are afterwards.
+Gradients of a token's scores are spread over a tile, each at the column of its sub-key. Tensor cores multiply the tile with sub-keys
+for the gradient of the queries, and with queries for that of the sub-keys, which a program sums over many tokens. For bfloat16, the
+tile is rounded to bfloat16 before, as the resulting gradients are afterwards.
 
-Sizes: S tokens, H heads; `BT` tokens per program or at a time, `BN` sub-keys per stretch; `KP`, `DP` and `VP` the powers of two
-at or above k, d / 2 and v.
+Sizes: S tokens, H heads; `BT` tokens per program or at a time, `BN` sub-keys per stretch; `KP`, `DP` and `VP` the powers of two at or
+above k, d / 2 and v.
 """
 
 import functools
@@ -28,22 +28,19 @@ from midus_hf.ops.dispatch.triton import (
 
 # Heads whose programs run together: their inputs for a token are adjacent in memory, and gathered rows stay in cache.
 HEADS_TOGETHER = 8
-
 # Maximum bytes of sub-keys and queries that a program multiplies: every GPU that kernels run on has this much shared
 # memory.
 _MAX_SHARED_BYTES = 96 * 1024
-
 # Maximum float32 sub-keys per side: with more, a program goes through stretches and spills some ten thousand bytes per
 # thread.
 _MAX_WIDE_SUB_KEYS = 128
-
 # Minimum rows of a matrix product, and so the rows that are computed for the few tokens of a decoding step.
 FEW_TOKENS = 16
 
 
 @triton.jit
 def token_block_and_head(tokens, heads, BT, TOGETHER: tl.constexpr):
-    """Return the block of BT tokens and the head of this program; programs go through the heads group after group."""
+    """Return this program's block of BT tokens and head; programs go through the heads by groups."""
     program = tl.program_id(0)
     blocks = tl.cdiv(tokens, BT)
     group = program // (TOGETHER * blocks)
@@ -61,10 +58,9 @@ def pick(values, places, KP: tl.constexpr):
 
 @triton.jit
 def best_columns(scores, start, n, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
-    """Return the K largest of each row of `scores` [BT, BN], descending, and their columns, counted from `start`: [BT, KP] each.
+    """Return the K largest of each row of `scores` [BT, BN], descending, and columns from `start`: [BT, KP].
 
-    Among equal scores, the first comes first. Ranks K to KP - 1 hold minus infinity and column 0. Columns stay below n
-    even if scores are NaN.
+    Among equal scores, the first comes first. Ranks K to KP - 1 hold minus infinity and column 0. Columns stay below n even with NaN.
     """
     columns = tl.arange(0, BN)
     ranks = tl.arange(0, KP)
@@ -80,7 +76,7 @@ def best_columns(scores, start, n, K: tl.constexpr, KP: tl.constexpr, BT: tl.con
 
 @triton.jit
 def merge_best(values, chosen, more_values, more_chosen, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr):
-    """Return the K largest of two descending lists, [BT, KP] each, and their columns; among equals, the first list's come first."""
+    """Return the K largest of two descending lists, [BT, KP], with columns; of equals, the first list's first."""
     ranks = tl.arange(0, KP)
     merged = tl.full([BT, KP], float("-inf"), tl.float32)
     merged_chosen = tl.zeros([BT, KP], tl.int32)
@@ -100,14 +96,10 @@ def merge_best(values, chosen, more_values, more_chosen, K: tl.constexpr, KP: tl
 
 @triton.jit
 def next_pair(sums, next_column, row_values, column_values, K: tl.constexpr, KP: tl.constexpr):
-    """Return the remaining pair with the largest sum, and the state after removing it.
+    """Return the sum [BT] and the ranks of row and column of the best remaining pair, then `sums` and `next_column` without it.
 
-    Columns descend, so for each row rank only the best column that is not yet paired with it can come next:
-    `next_column` [BT, KP], with sums `sums` [BT, KP]. K calls merge K descending lists, which gives the K best of all
-    pairs.
-
-    Returns:
-        The sum [BT], the ranks of its row and column [BT], then the new `sums` and `next_column`.
+    Columns descend, so for each row rank only the best unpaired column, `next_column` [BT, KP], with sums `sums` [BT, KP], can come
+    next. K calls merge K descending lists, which gives the K best of all pairs.
     """
     ranks = tl.arange(0, KP)
     score, row_rank = tl.max(sums, axis=1, return_indices=True)
@@ -123,7 +115,7 @@ def best_of_key_stretch(
     query, keys, n, half, start, WIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Return scores and numbers of the K best sub-keys per query [BT, DP], out of keys `start` to `start + BN` of [n, half]."""
+    """Return scores and numbers of the K best of BN keys [n, half] from `start` per query [BT, DP]."""
     dims = tl.arange(0, DP)
     columns = start + tl.arange(0, BN)
     mask = (dims < half)[:, None] & (columns < n)[None, :]
@@ -141,7 +133,7 @@ def best_of_keys(
     query, keys, n, half, WIDE: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Return scores and numbers of the K best sub-keys per query [BT, DP], out of keys [n, half], a stretch of BN at a time."""
+    """Return scores and numbers of the K best of keys [n, half] per query [BT, DP], by stretches of BN."""
     values, chosen = best_of_key_stretch(query, keys, n, half, 0, WIDE, K, KP, BT, BN, DP)
     if not ONE:
         for start in range(BN, n, BN):
@@ -156,7 +148,7 @@ def best_slots_of_keys(
     WIDE: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of the K best slots per token for one head, descending, then minus infinity; and the slots: [BT, KP] each."""
+    """Return the scores of the K best slots per token for a head, descending, and the slots: [BT, KP]."""
     dims, ranks = tl.arange(0, DP), tl.arange(0, KP)
     query_pointers = query + token[:, None] * token_stride + head * head_stride + dims[None, :]
     mask = valid[:, None] & (dims < half)[None, :]
@@ -181,12 +173,11 @@ def best_slots_of_keys(
 
 
 def selection_tile(n: int, k: int, half: int, few: bool, is_wide: bool, lanes: int = 1) -> Tile:
-    """Return the sizes of a program that selects: its widest tile, also one of `lanes` columns, has about 8,192 elements at most.
+    """Return the sizes of a program that selects, with tiles, also of `lanes` columns, of about 8,192 elements.
 
-    A program takes at most 128 sub-keys at a time, and 16 to 64 tokens with about 4,096 scores in all. For the `few` tokens of
-    decoding it takes as few rows as a product has, and as few warps as hold them in registers. Compiled for compute
-    capability 9.0, two warps need no more than 168 registers per thread, but spill some hundreds of bytes if products of
-    float32 have more than 64 sub-keys at a time.
+    A program takes at most 128 sub-keys at a time, and 16 to 64 tokens with about 4,096 scores in all; for the `few` tokens of
+    decoding, as few rows as a product has, and as few warps as hold them in registers. On compute capability 9.0, two warps need no
+    more than 168 registers per thread, but spill some hundreds of bytes if products of float32 have more than 64 sub-keys at a time.
     """
     stretch, ranks = min(128, max(16, power_of_two(n))), power_of_two(k)
     dims = max(16, power_of_two(half))
@@ -199,7 +190,7 @@ cached_tile = functools.cache(selection_tile)  # Dynamo traces calls of `selecti
 
 
 def wide_products(query: Tensor, keys: Tensor) -> bool:
-    """Return whether products are computed in float32: for float32 queries, for two different dtypes, and in the interpreter."""
+    """Return whether products are in float32: for float32 queries, mixed dtypes, and the interpreter."""
     return query.dtype == torch.float32 or query.dtype != keys.dtype or interprets_kernels()
 
 
@@ -220,7 +211,7 @@ def scores_kernel(
     WIDE: tl.constexpr, TOGETHER: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Write the scores and numbers [S, H, K] of the best slots; the query [S, H, 2 * half] has contiguous rows."""
+    """Write scores and numbers [S, H, K] of the best slots; the query [S, H, 2 * half] has contiguous rows."""
     block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
     token = block * BT + tl.arange(0, BT)
     valid = token < tokens
@@ -235,7 +226,7 @@ def scores_kernel(
 
 
 def triton_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return scores, float32, descending, and slots, int64, `[S, H, k]` each, of the best slots for a query `[S, H, d]`."""
+    """Return scores, float32, descending, and slots, int64, `[S, H, k]`, for a query `[S, H, d]`."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     row_keys, column_keys = row_keys.contiguous(), column_keys.contiguous()
     (tokens, heads, _), (_, n, half) = query.shape, row_keys.shape
@@ -256,8 +247,7 @@ def triton_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) 
 # back.
 _MAX_PROGRAMS = 1024
 
-# Maximum elements of all these sums together: 256 MB.
-_MAX_SUMS = 1 << 26
+_MAX_SUMS = 1 << 26  # maximum elements of all these sums together: 256 MB
 
 
 @triton.jit
@@ -275,7 +265,7 @@ def score_gradients(
     gradient, bank, slots, weights, first, valid, HEADS: tl.constexpr, N: tl.constexpr,
     WIDTH: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradients of the scores of a block of tokens, through the softmax, and their slots: [BT, KP] each."""
+    """Return gradients of a block's scores, through the softmax, and their slots: [BT, KP] each."""
     row_offset = tl.arange(0, BT) * HEADS  # counted from the first token, so that 32 bits suffice
     lanes, ranks = tl.arange(0, VP), tl.arange(0, KP)
     lane_mask = valid[:, None] & (lanes < WIDTH)[None, :]
@@ -303,7 +293,7 @@ def score_gradients(
 def given_gradients(
     gradient, slots, first, valid, HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr
 ):
-    """Load the gradients of the scores of a block of tokens from [S, H, K], and their slots: [BT, KP] each."""
+    """Load a block's gradients of scores from [S, H, K], and their slots: [BT, KP] each."""
     ranks = tl.arange(0, KP)
     entries = first * K + (tl.arange(0, BT)[:, None] * (HEADS * K) + ranks[None, :])
     rank_mask = valid[:, None] & (ranks < K)[None, :]
@@ -313,10 +303,7 @@ def given_gradients(
 
 @triton.jit
 def spread_scores(scores, chosen, start, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
-    """Return scores [BT, KP] at the columns of their sub-keys, for BN sub-keys from `start` on: [BT, BN].
-
-    Scores of the same sub-key are added.
-    """
+    """Return scores [BT, KP] at the columns of BN sub-keys from `start`, [BT, BN]; those of one sub-key are added."""
     columns = start + tl.arange(0, BN)
     ranks = tl.arange(0, KP)
     spread = tl.zeros([BT, BN], tl.float32)
@@ -341,7 +328,7 @@ def add_to_keys(
     total, into_keys, start, ADDS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients [BN, DP] of sub-keys `start` to `start + BN`; if ADDS, add the numbers that this program wrote before."""
+    """Write gradients [BN, DP] of sub-keys from `start`; if ADDS, add what this program wrote before."""
     indices, dims = start + tl.arange(0, BN), tl.arange(0, DP)
     there = into_keys + indices[:, None] * HALF + dims[None, :]
     mask = (indices < N)[:, None] & (dims < HALF)[None, :]
@@ -356,10 +343,7 @@ def side_gradients(
     ONE: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of one half of the queries, and sum the gradients of the sub-keys of this side.
-
-    The sum is in `total`, which is returned, if ONE stretch has all sub-keys, else in memory.
-    """
+    """Store half of the queries' gradient, and sum this side's sub-keys in the returned `total` (ONE stretch) or in memory."""
     part = tl.load(query_pointers, mask=dim_mask, other=0.0)
     if ONE:
         spread = spread_scores(scores, columns, 0, K, KP, BT, BN)
@@ -384,7 +368,7 @@ def score_gradient_kernel(
     HAS_OWN_BANKS: tl.constexpr, ONE: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients of the query [S, H, 2 * HALF], and of the sub-keys per split of the tokens [splits, 2, H, N, HALF], float32.
+    """Write gradients of the query [S, H, 2 * HALF], and of sub-keys [splits, 2, H, N, HALF], float32.
 
     If OF_LOOKUP, `gradient` is the gradient of the output of a lookup, [S, H, WIDTH], else of scores, [S, H, K].
     """
@@ -469,11 +453,7 @@ def triton_score_gradients(
 
 @functools.cache
 def _gradient_tile(n: int, k: int, half: int, width: int, is_wide: bool) -> Tile:
-    """Return the sizes of a program, whose widest tile has about 8,192 elements at most.
-
-    For half precision and heads of width 64 or less, registers are limited to 168 per thread: three programs instead of
-    two then fit a multiprocessor on NVIDIA, at the cost of 16 spilled bytes.
-    """
+    """Return a program's sizes, tiles of about 8,192 elements; with 168 registers, three programs fit a multiprocessor."""
     dims, lanes = max(16, power_of_two(half)), power_of_two(width)
     stretch = max(16, min(64, power_of_two(n), 8192 // dims))
     tile = {

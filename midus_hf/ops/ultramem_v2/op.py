@@ -1,4 +1,4 @@
-"""Tucker-decomposed query-key retrieval (TDQKR): the k best pairs of a row and a column key, whose scores a small core mixes."""
+"""Tucker-decomposed query-key retrieval (TDQKR): k best pairs of row and column keys, scored by a core."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,7 @@ from torch import Tensor
 from midus_hf.ops.product_key.op import largest
 from midus_hf.ops.ultramem_v2.reference import scores_of_keys
 
-# Largest number of scores of pairs that are held at a time: 64 MB in float32.
-_MAX_SCORES = 1 << 24
+_MAX_SCORES = 1 << 24  # largest number of scores of pairs that are held at a time: 64 MB in float32
 
 
 def tucker_topk(
@@ -19,13 +18,12 @@ def tucker_topk(
     k: int,
     side: int,
 ) -> tuple[Tensor, Tensor]:
-    """Find, for every head, k pairs of a row and a column key with large scores (UltraMemV2, equations 6, 7, 10 and 11).
+    """Find, for every head, k pairs of row and column keys with large scores (UltraMemV2, eq. 6, 7, 10, 11).
 
-    The pair of row i and column j has the score `row_scores[i] @ core @ column_scores[j]`. The first stage approximates
-    each core by its leading singular value, and keeps the `side` rows and the `side` columns with the largest leading
-    scores, `row_scores @ row_vector` and `column_scores @ column_vector`. The second stage scores all pairs of the kept
-    rows and columns exactly. These are the k best of all pairs if cores have rank 1, `side >= k` and all leading scores
-    are positive.
+    The pair of row i and column j has the score `row_scores[i] @ core @ column_scores[j]`. The first stage approximates each core by
+    its leading singular value, and keeps the `side` rows and the `side` columns with the largest leading scores, `row_scores @
+    row_vector` and `column_scores @ column_vector`. The second stage scores all pairs of these exactly. They are the k best of all
+    pairs if cores have rank 1, `side >= k` and all leading scores are positive.
 
     Args:
         row_scores: Scores of the row keys of each rank, `[..., H, n, r]`, floating point.
@@ -37,8 +35,7 @@ def tucker_topk(
         side: Rows, and columns, that the first stage keeps, `1 <= side <= n`.
 
     Returns:
-        Scores `[..., H, k]`, descending, in the dtype of the scores, and slots `[..., H, k]`, int64: slot `i * n + j` is
-        row i with column j.
+        Scores `[..., H, k]`, descending, in their dtype, and slots `[..., H, k]`, int64: slot `i * n + j` is row i with column j.
 
     Raises:
         ValueError: If shapes disagree, or `k` or `side` lie outside their range.
@@ -72,7 +69,7 @@ def tucker_topk(
 def select(
     rows: Tensor, columns: Tensor, core: Tensor, row_vector: Tensor, column_vector: Tensor, k: int, side: int
 ) -> Tensor:
-    """Return the chosen slots `[S, H, k]`, best first, with the arguments of `tucker_topk` and one leading dimension."""
+    """Return the chosen slots `[S, H, k]`, best first; arguments as in `tucker_topk`, one leading dimension."""
     stretch = max(1, _MAX_SCORES // (rows.shape[1] * side**2))
     if rows.shape[0] > stretch:  # `len` would fix the sizes of a traced graph
         parts = zip(rows.split(stretch), columns.split(stretch), strict=True)
@@ -86,6 +83,6 @@ def select(
 
 
 def slot_scores(rows: Tensor, columns: Tensor, core: Tensor, slots: Tensor) -> Tensor:
-    """Return the exact scores of slots `[S, H, k]`, in the dtype of `rows`; they are differentiable in rows, columns and core."""
+    """Return the exact scores of slots `[S, H, k]`, as `rows`; differentiable in rows, columns and core."""
     n = rows.shape[-2]
     return ((scores_of_keys(rows, slots // n) @ core) * scores_of_keys(columns, slots % n)).sum(-1)

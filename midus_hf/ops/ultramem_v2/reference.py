@@ -41,19 +41,11 @@ def scores_of_keys(scores: Tensor, keys: Tensor) -> Tensor:
 
 
 def leading_vectors(core: Tensor, row_vector: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of cores, with the sign of the previous vectors.
+    """Return the leading left and right singular vectors of cores, `[..., r]`, of length one, as `core` `[..., r, r]`.
 
-    The sign must not flip while cores change: the first stage keeps the rows and columns with the largest leading
-    scores, so the sign decides which. Repeated squaring finds the vectors, so nothing waits for the device. Only the
-    sign depends on the previous vectors, so a repeated pass gives the same result.
-
-    Args:
-        core: `[..., r, r]`.
-        row_vector: Previous left vectors, `[..., r]`.
-
-    Returns:
-        Left and right vectors `[..., r]`, of length one, in the dtype of `core`. For a core of zeros, the previous left
-        vector and zeros.
+    Their sign is that of the previous left vectors, `row_vector` `[..., r]`: the first stage keeps the largest leading scores, so it
+    must not flip. Repeated squaring finds them without waiting for the device. A core of zeros gives the previous left vector and
+    zeros.
     """
     power = core @ core.transpose(-1, -2)
     for _ in range(_SQUARINGS):
