@@ -178,7 +178,6 @@ _written: dict[tuple[Any, ...], str] = {}
 
 @cache
 def _stand_ins() -> dict[str, Name]:
-    """Return the definitions that replace, definitions of the same name in carried code."""
     modules = [*reference_modules(), standins.__name__]
     definitions = {name: Source(name, _OWN).definitions for name in modules}
     return {name: Name(module, name) for module in modules for name in definitions[module] if not name.startswith("_")}

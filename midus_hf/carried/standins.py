@@ -19,8 +19,6 @@ MEMORY_TYPES: dict[str, Any] = {}
 
 
 def register_memory(name: str, default_name: str = "") -> Any:
-    """Return a decorator that registers the options class of a type of memory."""
-
     def decorate(cls: Any) -> Any:
         cls.type, cls.default_name = name, default_name or name
         MEMORY_TYPES[name] = cls
@@ -30,8 +28,6 @@ def register_memory(name: str, default_name: str = "") -> Any:
 
 
 def register_layer(options_class: Any) -> Any:
-    """Return a decorator that makes a class the layer of a memory."""
-
     def decorate(cls: Any) -> Any:
         options_class.layer = cls
         return cls
@@ -40,17 +36,14 @@ def register_layer(options_class: Any) -> Any:
 
 
 def layer_class(options: Any, attention: Any = None) -> Any:
-    """Return the class of a memory's layer."""
     return type(options).layer
 
 
 def memory_type(name: str) -> Any:
-    """Return the options class of a type of memory."""
     return MEMORY_TYPES[name]
 
 
 def option(default: Any, help: str, type: str = "") -> Any:
-    """Return a dataclass field with a default and a line of help."""
     return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata={"help": help})
 
 
@@ -66,7 +59,6 @@ def check_entry(values: Any) -> None:
 
 
 def read_options(options_class: Any, values: dict[str, Any], subject: str) -> Any:
-    """Return the options of one entry of a config, which is taken as the package wrote it."""
     return options_class(**values)
 
 
@@ -105,7 +97,6 @@ def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
 
 
 def save_bank(bank: Any, folder: Path, *changes: Any) -> None:
-    """Copy a bank into another folder, unless the bank is already there."""
     if not (folder.exists() and bank.folder.samefile(folder)):
         shutil.rmtree(folder, ignore_errors=True)  # other checkpoints may link to files there
         shutil.copytree(bank.folder, folder)

@@ -9,8 +9,7 @@ from typing import Literal
 
 import regex
 
-# Letters and digits of scripts that write spaces between words, by the classes of UAX 29, which Chinese, Japanese and Thai letters do
-# not have. Hangul is apart: Korean writes a space before a word, but particles directly after it.
+# Letters and digits of scripts with spaces between words (UAX 29). Hangul is apart: Korean writes particles directly after words.
 SPACED = r"[[\p{WB=ALetter}\p{WB=Hebrew_Letter}\p{WB=Numeric}]--\p{Hangul}]"
 # Around each number of a folded text, so that no part of a number is found; for private use, so that no text has them.
 _OPEN, _CLOSE = "\ue000", "\ue001"
@@ -146,7 +145,6 @@ def _read_parts(found: "regex.Match[str]") -> Iterator[tuple[str, Decimal | None
 
 
 def _read_number(digits: str) -> Decimal | None:
-    """Return a number by its separators; None for a leading zero and what reads as no number."""
     if _POINT_FOR_FRACTIONS.fullmatch(digits):
         digits = digits.replace(",", "")
     elif _COMMA_FOR_FRACTIONS.fullmatch(digits):

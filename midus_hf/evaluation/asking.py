@@ -20,7 +20,6 @@ GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalt
 
 
 def glossary_of(model: Any) -> "Glossary | None":
-    """Return the glossary of a model; None without packs."""
     stack = model.stack if hasattr(model.config, "memories") else None
     return model.glossary if stack is not None and "packs" in stack.services else None
 

@@ -86,7 +86,6 @@ def _measure(
     written: "DocumentPaths | None",
     tasks: "Tasks | None",
 ) -> dict[str, Any]:
-    """Return the measures of a model."""
     from midus_hf.evaluation.fetching import fetches_blocks
     from midus_hf.evaluation.text_rows import row_losses, text_rows
     from midus_hf.models.saved_models import load_for_reading
@@ -134,6 +133,7 @@ def _measure(
 def _path_finder(model: Any, settings: EvaluationSettings, written: "DocumentPaths | None") -> "PathFinder | None":
     """Return the function that finds paths of texts, by the retriever or a column; None without paths."""
     import torch
+
     from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
     from midus_hf.memories.hierarchical.bank import check_paths
     from midus_hf.memories.hierarchical.fetching import check_tree

@@ -35,7 +35,6 @@ def fetching(model: nn.Module, path: Sequence[int]) -> Iterator[None]:
 
 
 def fetches_blocks(model: Any) -> bool:
-    """Return whether the texts of a model fetch blocks."""
     return getattr(model, "banks", None) is not None
 
 

@@ -216,7 +216,6 @@ def local_task_names() -> list[str]:
 
 
 def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
-    """Read a local task."""
     data = Path(data).resolve()
     if not (data / f"{name}.jsonl").is_file():
         raise RequestError(
@@ -254,7 +253,6 @@ _JUDGES = {_FACTS: _judge_fact, "atomic_numbers": _judge_atomic_number}
 
 
 def _check_facts(path: Path) -> None:
-    """Refuse rows that are not a question with answers."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:  # the reader refuses what is no text
         for number, line in enumerate(file, start=1):
             if not line.strip():

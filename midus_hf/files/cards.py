@@ -46,7 +46,6 @@ def without_results(card: str, change: str) -> str:
 
 
 def without_section(card: str, heading: str) -> str:
-    """Return a card without the section of a heading such as `## Protected texts`."""
     before, found, after = card.partition(f"{heading}\n")
     if not found:
         return card

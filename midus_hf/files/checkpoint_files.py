@@ -24,16 +24,14 @@ ADAPTER_CONFIG = "adapter_config.json"
 RUN_CONFIG, CERTIFICATE = "train_config.yaml", "certificate.json"
 # The folder in which a run writes the trained model before it is moved into the output; the run owns all that is in it.
 PARTIAL_MODEL = ".partial_model"
-# In a checkpoint to resume from: what trained, the states of blocks, digests of what the run reads, the Trainer's last file, and
-# the digests of all files.
+# In a checkpoint to resume from: what trained, states of blocks, digests of inputs, the Trainer's last file, digests of files.
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 TRAINED_FILE, BLOCK_STATES, INPUTS_FILE = "trained.safetensors", "block_states", "inputs.json"
 TRAINER_STATE, MANIFEST_FILE = "trainer_state.json", "manifest.json"
 STREAM_FILE = "stream-{}.safetensors"  # by the number of the process
 # Folder in a checkpoint with one folder per bank, named after the bank's memory, and the file that identifies a bank of blocks.
 BANKS_FOLDER, BANK_DESCRIPTION = "memory_bank", "bank.json"
-# Files of a tree of topics. The second is written last and holds the fingerprint of the first. A bank that was trained
-# with a tree has copies of both.
+# Files of a tree of topics, also copied into its bank. The second is written last and holds the fingerprint of the first.
 TREE_FILES = ("tree.safetensors", "tree.json")
 # As `save_pretrained` and `upscale` name weights. Shards with other names are found through an index: `indexed_weights`.
 _NUMBER = "[0-9]" * 5
@@ -62,8 +60,7 @@ ADAPTERS: Kind = ("adapter_model.safetensors", ADAPTER_CONFIG)
 GLOSSARY_FILE = "glossary.jsonl"  # names and texts that a model with packs reads
 # Files that a trained model takes over from the model it was trained from.
 ACCOMPANYING: Kind = (*RECORD, *CARD, *TERMS)
-# All that is in a folder that `upscale`, `strip` or an edit wrote but banks, which memories know, with what training and the Hub add.
-# Checkpoints to resume from are left out, since they belong to a run.
+# All that is in a folder that we, training or the Hub wrote, except banks (of memories) and checkpoints to resume from (of a run).
 OF_UPSCALED: Kind = (
     *(*WEIGHTS, *CONFIG, *TRAVELLING, *CODE, *RECORD, *CARD),
     *(TRAINER_STATE, "training_args.bin", RUN_CONFIG, CERTIFICATE, ".gitattributes"),
@@ -159,7 +156,6 @@ def named_modules(folder: Path) -> list[str]:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return whether a file is a Git LFS pointer, as a clone without git-lfs holds."""
     with path.open("rb") as file:
         return file.read(200).startswith(b"version https://git-lfs.github.com/spec/v1")
 

@@ -91,7 +91,6 @@ class DepthReading:
 
 
 def _readers(model: nn.Module) -> list[tuple[HostedMemory, tuple[ReadSlot, ...]]]:
-    """Return the memories that read the depth, in the order of layers, with their slots."""
     readers = []
     for hosted in hosted_memories(model, "attend"):
         depth = depth_heads(hosted.block)

@@ -139,7 +139,6 @@ class Answer:
 
 
 def csv_text(rows: Iterable[Row]) -> str:
-    """Return the text of a CSV file: a line of names, then a line per row."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     for number, row in enumerate(rows):
@@ -150,14 +149,12 @@ def csv_text(rows: Iterable[Row]) -> str:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure, with width and height in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 
 def as_png(figure: Any) -> bytes:
-    """Return a figure as PNG, without empty margins."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png", bbox_inches="tight")
     return stream.getvalue()

@@ -109,7 +109,6 @@ def touched_rows(
     counts: Mapping[tuple[str, str], TouchedTokens],
     certificate: Mapping[str, Any] | None,
 ) -> list[Row]:
-    """Return a row per text and memory."""
     known = {} if certificate is None else {text["sha256"]: text["name"] for text in certificate["texts"]}
     certified = {name: texts_digest(documents) in known for name, documents in texts.items()} if known else {}
     rows: list[Row] = []
@@ -142,5 +141,4 @@ def document_rows(counts: Mapping[tuple[str, str], TouchedTokens]) -> list[Row]:
 
 
 def touched_table(rows: Sequence[Row]) -> TextTable:
-    """Return the rows of `touched_rows` as a table."""
     return table_of("Where texts read a memory", rows, _COLUMNS)

@@ -146,7 +146,6 @@ def answer_of_hub(error: Exception) -> str | None:
 
 
 def check_dtype(dtype: str) -> None:
-    """Check the name of a dtype to load a model in."""
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise RequestError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
 

@@ -295,7 +295,6 @@ def unit_rows(embeddings: np.ndarray, rows: np.ndarray | slice) -> torch.Tensor:
 
 
 def _drawn_rows(embeddings: np.ndarray, members: np.ndarray, number: int, rng: np.random.Generator) -> torch.Tensor:
-    """Return a sample of the rows of a node's members, as `kmeans` draws them."""
     if len(members) > number:
         members = np.sort(rng.choice(members, number, replace=False, shuffle=False))
     return unit_rows(embeddings, members)

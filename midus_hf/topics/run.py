@@ -179,7 +179,6 @@ def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
 
 
 def _checked_output(output: Path, overwrite: bool) -> Path:
-    """Return the folder of a new tree, if it may be written and scikit-learn is installed."""
     if importlib.util.find_spec("sklearn") is None:
         raise RequestError(f"clustering needs scikit-learn; {install_extra('clusters')}.")
     output = output.expanduser()

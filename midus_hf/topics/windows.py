@@ -161,7 +161,6 @@ def windows_of_corpus(folder: Path, rows: "Dataset", column: str) -> StoredWindo
 def _request(
     rows: "Dataset", corpus: str, column: str, tokenizer: Any, embedder: TextEmbedder, window_tokens: int
 ) -> dict[str, Any]:
-    """Return everything that embeddings depend on, except the rounding of batches, after checking it."""
     if window_tokens < 1:
         raise RequestError(f"window_tokens is {window_tokens}; expected at least 1.")
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -195,7 +194,6 @@ def only_run(folder: Path) -> AbstractContextManager[None]:
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
-    """Write a `.npy` file atomically."""
     with atomic_write(path) as partial, partial.open("wb") as file:
         np.save(file, array)
 

@@ -91,7 +91,6 @@ def shapes_digest(row: ModelType | CompositeType) -> str:
 
 
 def _native_class(row: ModelType | CompositeType) -> Any:
-    """Return the class of models of a type in transformers."""
     config = CONFIG_MAPPING[row.model_type]
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING,) if isinstance(row, ModelType) else COMPOSITE_MAPPINGS
     return next(each[config] for each in mappings if config in each)

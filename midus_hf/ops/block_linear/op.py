@@ -41,7 +41,6 @@ def block_linear(inputs: Tensor, weights: Tensor, blocks: Tensor, *, backend: st
 
 
 def block_by_block(inputs: Tensor, weights: Tensor, blocks: Tensor) -> Tensor:
-    """Compute `block_linear` with one matrix product per block."""
     order = blocks.argsort(stable=True)
     counts = blocks.bincount(minlength=len(weights)).tolist()
     parts = inputs[order].split(counts)

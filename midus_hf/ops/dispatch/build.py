@@ -31,7 +31,6 @@ class NotBuilt(Exception):
 
 
 def is_off() -> bool:
-    """Return whether the environment turns the library off."""
     return os.environ.get(CACHE_VARIABLE, "").lower() == "off"
 
 
@@ -101,7 +100,6 @@ def _compiler() -> list[str]:
 
 
 def _run(command: list[str]) -> str:
-    """Run a compiler and return its standard output; raise `NotBuilt` if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:

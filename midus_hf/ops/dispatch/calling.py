@@ -102,7 +102,6 @@ def resolve(
 
 
 def _kernel_obstacle(tensor: Tensor) -> str | None:
-    """Return why kernels cannot compute with a tensor, or None."""
     if not HAS_TRITON:
         return "triton is not installed; install it"
     if not (tensor.is_cuda or interprets_kernels()):
@@ -212,7 +211,6 @@ def differentiable_op(
 
 
 def _listed(value: Any) -> Any:
-    """Return a list or tuple as it is, and another value as a list of one."""
     return value if isinstance(value, (list, tuple)) else [value]
 
 

@@ -14,8 +14,7 @@ _keys: Any = getattr(torch._C, "DispatchKey", None)
 _before_dispatch: Any = getattr(_keys, "PreDispatch", None)
 _transform: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 _tracing: Any = getattr(torch._C, "_get_tracing_state", None)
-# Whether torch has every private function that `can_skip_dispatcher` calls. `PreDispatch` is included while modes trace
-# calls before autograd sees them; `_modes` does not count these modes.
+# `PreDispatch` is included while modes trace calls before autograd sees them; `_modes` does not count these modes.
 _KNOWS_WATCHERS = None not in (_modes, _is_included, _before_dispatch, _transform, _tracing) and hasattr(
     forward_ad, "_current_level"
 )

@@ -70,7 +70,6 @@ def _gather(name: str, bank: Tensor, slots: Tensor, factors: Tensor, into: Tenso
 
 
 def _integers(slots: Tensor) -> Tensor:
-    """Return slots in a dtype that C reads: integers of 2, 4 or 8 bytes."""
     return slots if slots.dtype in (torch.int16, torch.int32) else slots.long()
 
 

@@ -17,8 +17,7 @@ from midus_hf.ops.gather import reference
 from midus_hf.ops.gather.native import native_gathered_products, native_row_sums, native_weighted_rows
 from midus_hf.ops.gather.triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
 
-# Largest width of rows that C sums. PyTorch sums wider rows as fast or faster: it sorts entries by row, and writes
-# each row once.
+# Largest width of rows that C sums: PyTorch, which sorts entries by row, sums wider rows as fast or faster.
 _MAX_NATIVE_COLUMNS = 64
 
 _MAX_GATHERED = 1 << 24  # elements of gathered rows that PyTorch keeps at a time: 64 MB in float32

@@ -34,8 +34,7 @@ from midus_hf.ops.product_key.triton import triton_score_gradients
 MAX_EXPANDED = 1 << 28
 
 _FEW_SCORES = 4096
-# Tokens per slot from which on each implementation expands the bank. For fewer, C transforms gathered values in the cache,
-# which is less work.
+# Tokens per slot from which on each implementation expands the bank. For fewer, C transforms gathered values in the cache.
 _TIMES_EXPANDED = {"native": 3, "torch": 1, "triton": 1}
 
 
@@ -218,7 +217,6 @@ def _lookup_gradients(
     wants: list[bool],
     backend: str,
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients of query, row keys, column keys, bank and transforms, for a gradient `[S, H, v]`."""
     in_c = backend == "native" and native_library() is not None
     tensors, kept = (query, row_keys, column_keys, slots), (bank, weights)
     into_bank = into_transform = None
@@ -271,7 +269,6 @@ headwise_lookup_op = differentiable_op(
 
 
 def _weights(scores: Tensor) -> Tensor:
-    """Return the softmax of descending scores."""
     if scores.numel() <= _FEW_SCORES:
         return scores.softmax(dim=-1)
     shares = (scores - scores[..., :1]).exp_()  # for so few columns, torch's softmax takes five times as long

@@ -42,7 +42,6 @@ def head_rows(rows, row, valid, WIDTH: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def store_head_rows(tile, rows, row, valid, WIDTH: tl.constexpr, DP: tl.constexpr):
-    """Write rows [*, DP] of a tensor whose rows have WIDTH numbers."""
     dims = tl.arange(0, DP)
     mask = valid[:, None] & (dims < WIDTH)[None, :]
     tl.store(rows + row[:, None] * WIDTH + dims[None, :], tile.to(rows.dtype.element_ty), mask=mask)

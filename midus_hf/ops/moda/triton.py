@@ -50,7 +50,6 @@ def program_place(tokens, kv_heads):
 
 @triton.jit
 def group_tile(heads, offset, stride, GROUP: tl.constexpr, WIDTH: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr):
-    """Load the rows of a group's query heads [GP, DP]."""
     rows, dims = tl.arange(0, GP), tl.arange(0, DP)
     mask = (rows < GROUP)[:, None] & (dims < WIDTH)[None, :]
     return tl.load(heads + offset + rows[:, None] * stride + dims[None, :], mask=mask, other=0.0)
@@ -60,7 +59,6 @@ def group_tile(heads, offset, stride, GROUP: tl.constexpr, WIDTH: tl.constexpr, 
 def store_group_tile(
     tile, heads, offset, GROUP: tl.constexpr, WIDTH: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
-    """Write the rows of a group's query heads, which are contiguous."""
     rows, dims = tl.arange(0, GP), tl.arange(0, DP)
     mask = (rows < GROUP)[:, None] & (dims < WIDTH)[None, :]
     tl.store(heads + offset + rows[:, None] * WIDTH + dims[None, :], tile.to(heads.dtype.element_ty), mask=mask)
@@ -214,11 +212,9 @@ def depth_refusal(query: Tensor, keys: Sequence[Tensor]) -> str | None:
 
 # Maximum numbers that one launch writes: 2 KB of the 4 KB of arguments that any GPU takes.
 _MAX_NUMBERS_PER_LAUNCH = 256
-# Minimum numbers that one launch writes, after padding: the kernel is compiled for each power of two from here to the
-# most.
+# Minimum numbers that one launch writes, after padding: the kernel is compiled for each power of two up to the most.
 _MIN_NUMBERS_PER_LAUNCH = 16
-# Summand of passed numbers. Triton compiles a kernel anew for an integer that is 1, or a multiple of 16, or fits into
-# 32 bits; odd 64-bit integers need no new compilation.
+# Summand of passed numbers: Triton compiles anew for integers of 32 bits, 1 and multiples of 16, not for odd 64-bit ones.
 _ABOVE = 1 << 62
 
 
@@ -244,8 +240,7 @@ def device_numbers(numbers: Sequence[int], like: Tensor) -> Tensor:
     return written[: len(numbers)]
 
 
-# Bytes of the slots that are read at once: with twice as many, a thread takes up to 255 registers, and few programs
-# run together.
+# Bytes of slots read at once: with twice as many, a thread takes up to 255 registers, and few programs run together.
 _TILE_BYTES = 4 << 10
 
 

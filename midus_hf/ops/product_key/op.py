@@ -64,7 +64,6 @@ def product_key_topk(
 
 
 def check_product_keys(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) -> None:
-    """Raise a `ValueError` if shapes disagree or `k` is out of range."""
     shape, query_shape = row_keys.shape, query.shape  # reading a tensor's shape takes longer than comparing two
     if len(shape) != 3:
         raise ValueError(f"row_keys is {tuple(shape)}; expected [heads, n, sub-key width].")
@@ -97,7 +96,6 @@ def _score_gradients(
     wants: list[bool],
     backend: str,
 ) -> tuple[Tensor, ...]:
-    """Return gradients of query, row keys and column keys for a gradient `[S, H, k]` of scores."""
     tensors = (query, row_keys, column_keys)
     if backend == "triton":
         return triton_score_gradients(gradient, *tensors, slots)

@@ -28,11 +28,9 @@ from midus_hf.ops.dispatch.triton import (
 
 # Heads whose programs run together: their inputs for a token are adjacent in memory, and gathered rows stay in cache.
 HEADS_TOGETHER = 8
-# Maximum bytes of sub-keys and queries that a program multiplies: every GPU that kernels run on has this much shared
-# memory.
+# Maximum bytes of sub-keys and queries that a program multiplies: every supported GPU has this much shared memory.
 _MAX_SHARED_BYTES = 96 * 1024
-# Maximum float32 sub-keys per side: with more, a program goes through stretches and spills some ten thousand bytes per
-# thread.
+# Maximum float32 sub-keys per side: with more, a program goes through stretches and spills some 10 kB per thread.
 _MAX_WIDE_SUB_KEYS = 128
 # Minimum rows of a matrix product, and so the rows that are computed for the few tokens of a decoding step.
 FEW_TOKENS = 16
@@ -243,8 +241,7 @@ def triton_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) 
     return scores, slots
 
 
-# Maximum programs: they fill a GPU's multiprocessors several times. Each has separate sums for sub-keys, which are read
-# back.
+# Maximum programs, each with separate sums for sub-keys, which are read back: they fill a GPU several times.
 _MAX_PROGRAMS = 1024
 
 _MAX_SUMS = 1 << 26  # maximum elements of all these sums together: 256 MB
@@ -317,7 +314,6 @@ def spread_scores(scores, chosen, start, K: tl.constexpr, KP: tl.constexpr, BT: 
 
 @triton.jit
 def load_keys(keys, start, N: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr):
-    """Load sub-keys `start` to `start + BN` of [N, HALF]: [BN, DP]."""
     indices, dims = start + tl.arange(0, BN), tl.arange(0, DP)
     mask = (indices < N)[:, None] & (dims < HALF)[None, :]
     return tl.load(keys + indices[:, None] * HALF + dims[None, :], mask=mask, other=0.0)
