@@ -6,7 +6,6 @@ from typing import Any
 
 from midus_hf.config.errors import RequestError
 
-#: Key of the record in a config.
 RECORD_KEY = "upscale"
 #: Key of the language model's config within the config of a composite model.
 LANGUAGE_KEY = "text_config"
@@ -80,7 +79,7 @@ def has_record(config: Mapping[str, Any]) -> bool:
 
 
 def record_of(config: Any) -> UpscaleRecord | None:
-    """Return the record in a config, of JSON or of transformers; None if `upscale` did not make the model; refuse other values."""
+    """Return the record in a config, of JSON or transformers; None without one; refuse other values."""
     entry = language_entry(config).get(RECORD_KEY) if isinstance(config, Mapping) else record_entry(config)
     if not isinstance(entry, Mapping) or not entry:
         return None
@@ -96,7 +95,6 @@ def record_of(config: Any) -> UpscaleRecord | None:
     return UpscaleRecord(**values, others={key: value for key, value in entry.items() if key not in names})
 
 
-# What is made of values in JSON, by name.
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("new_layers", "new_memories"), tuple),
     **dict.fromkeys(("plan", "edits"), lambda entries: tuple(map(dict, entries))),

@@ -1,7 +1,7 @@
 """Model types of Transformers that were proven to host memory: their parts and memories. No torch.
 
-`types.json` has a row for each type, which `python -m scripts.anatomy` reads from a tiny random model and proves. A type that is not
-listed is refused: the equality with the base at the start shows nothing of what a trained memory computes.
+`types.json` has an entry for each type, which `python -m scripts.anatomy` reads from a tiny random model and proves; others are
+refused: equality with the base at the start shows nothing of what a trained memory computes.
 """
 
 import json
@@ -52,8 +52,7 @@ class LayerParts:
     attention_output_norm: str | None
     mlp_norm: str | None  #: None also if it is `attention_norm`
     mlp_output_norm: str | None
-    #: Whether what follows the mixer reads the sum of the layer's input and the mixer's (normalised) output, bit for bit. False for
-    #: parallel layers and for scaled residual streams.
+    #: Whether the mixer is followed by the sum of its (normalised) output and the layer's input, bit for bit.
     adds_mixer: bool
     reads_norm: bool  #: whether the mixer reads only the layer's input or the output of `attention_norm`
 
@@ -71,8 +70,7 @@ class ModelType:
     mlp_class: str | None  #: of all gated feed-forward networks; None if there are several, or none
     some_do_not_rotate: bool  #: queries and keys
     norms_all_heads: bool  #: whether norms of queries and keys are over all heads together
-    #: Roles of the projections whose rows a linear module stacks, in order, by the class of the part and the name of the module,
-    #: `"LlamaMLP.gate_up_proj"`; none if they are stacked in an unknown order.
+    #: Roles of projections that a linear module stacks, in order, by `"LlamaMLP.gate_up_proj"`; none if in an unknown order.
     stacked: Mapping[str, tuple[str, ...]]
     wirings: tuple[str, ...]  #: what was proven, of `WIRINGS`
     refused: Mapping[str, str]  #: why the others are refused, by wiring
@@ -94,7 +92,7 @@ class ModelType:
 
 @dataclass(frozen=True, kw_only=True)
 class CompositeType:
-    """A composite model of Transformers, such as one that reads images, whose language model hosts memory; see `ModelType`."""
+    """A composite model, such as one that reads images, whose language model hosts memory (`ModelType`)."""
 
     model_type: str
     language_type: str  #: `model_type` of the language model
@@ -105,7 +103,7 @@ class CompositeType:
 
 @cache
 def type_of(model_type: str) -> ModelType | CompositeType:
-    """Return a causal or composite type, by its `model_type` with or without the prefix of memory, or raise `UnknownType`."""
+    """Return a causal or composite type, by `model_type` or that of memory, or raise `UnknownType`."""
     model_type = model_type.removeprefix(MEMORY_PREFIX)
     row = _rows().get(model_type)
     if isinstance(row, str):
@@ -126,7 +124,7 @@ def type_of(model_type: str) -> ModelType | CompositeType:
 
 
 def model_type_of(model_type: str) -> ModelType:
-    """Return a causal type, by its `model_type` with or without the prefix of memory, or raise `UnknownType`."""
+    """Return a causal type, by its `model_type` or that with memory, or raise `UnknownType`."""
     row = type_of(model_type)
     if isinstance(row, ModelType):
         return row
@@ -156,7 +154,7 @@ _EMPTY: Mapping[str, Any] = {
 
 @cache
 def _rows() -> Mapping[str, Any]:
-    """Return rows by type, of the file or proven by the user; a text says why a type hosts no memory."""
+    """Return entries by type, of the file or proven by the user; a text says why a type hosts no memory."""
     rows = json.loads(FILE.read_text(encoding="utf-8"))
     for path in sorted(own_rows().glob("*.json")):
         try:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
-# Purpose of a tensor in a memory.
-#
 # `key`: is compared with queries. `value`: holds what is retrieved, one row per slot in the dimension before the last.
 # `transform`: makes values from other values. `projection`: any other linear map. `norm`: gain or bias of a norm.
 # `gate`: scales the memory's output. `router`: chooses parts of a memory. `buffer`: not a parameter.
@@ -71,7 +69,7 @@ class TruncatedNormal:
 
 @dataclass(frozen=True)
 class LateInitial:
-    """Initial values from `make(*arguments)`, which is called only when a tensor is filled because the call takes long."""
+    """Initial values from a slow `make(*arguments)`, which is called only when a tensor is filled."""
 
     make: Callable[..., Initial]
     arguments: tuple[Any, ...]
@@ -85,10 +83,7 @@ ZEROS, ONES = Constant(0.0), Constant(1.0)
 
 @dataclass(frozen=True)
 class DeclaredTensor:
-    """One tensor of a memory: its shape, its role (`Role` lists them), its initial values, and a buffer's integer dtype.
-
-    The default dtype, an empty string, is that of the model.
-    """
+    """A memory's tensor: shape, role, initial values, a buffer's integer dtype (empty: the model's)."""
 
     shape: tuple[int, ...]
     role: Role
@@ -117,7 +112,7 @@ class ModelSizes:
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelSizes":
-        """Return the sizes in a config of transformers, those of the layers that have no sizes of their own (Gemma 4)."""
+        """Return a transformers config's sizes, of the layers without sizes of their own (Gemma 4)."""
 
         def size(name: str) -> int:
             try:

@@ -20,7 +20,7 @@ class RequestError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, with the paragraph after it if it ends in a colon, or the error's type."""
+    """Return a message's first line, with the next paragraph after a colon, or the error's type."""
     first, _, rest = (str(error).strip() or type(error).__name__).partition("\n")
     if not first.rstrip().endswith(":"):
         return first.rstrip()
@@ -31,7 +31,7 @@ def first_line(error: BaseException) -> str:
 def as_request_error(
     prefix: str, *errors: type[Exception], reason: Callable[[Exception], str] = first_line
 ) -> Iterator[None]:
-    """Raise errors of other libraries about what the user gave as a `RequestError`, with `prefix` and a reason."""
+    """Raise other libraries' errors about what the user gave as a `RequestError`: `prefix` and a reason."""
     try:
         yield
     except RequestError:
@@ -50,7 +50,7 @@ def name_in_request_errors(subject: str) -> Iterator[None]:
 
 
 def traceback_places(error: BaseException, packages: set[str]) -> list[str]:
-    """Return where an error was raised, as tracebacks write it: the last place in `packages`, and the innermost if it is another."""
+    """Return where an error was raised: the last place in `packages`, and the innermost if it is another."""
     entries, entry = list[TracebackType](), error.__traceback__
     while entry is not None:
         entries.append(entry)
@@ -63,7 +63,7 @@ def traceback_places(error: BaseException, packages: set[str]) -> list[str]:
 
 
 def first_few(names: Sequence[str], most: int = 4) -> str:
-    """Return the first `most` names, default 4, and the number of names beyond them, such as `a, b, c, d and 2 more`."""
+    """Return the first `most` names, default 4, and how many more: `a, b, c, d and 2 more`."""
     beyond = len(names) - most
     return ", ".join(names[:most]) + (f" and {beyond} more" if beyond > 0 else "")
 
@@ -85,7 +85,7 @@ def install_extra(extra: str) -> str:
 
 
 def save_as_utf8(error: UnicodeDecodeError) -> str:
-    """Return a hint on a file's encoding, for a file that is not text in UTF-8: what it may be, and what converts it."""
+    """Return a hint on a file that is not text in UTF-8: what it may be, and what converts it."""
     begins = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     name, code = ("UTF-16", "UTF-16") if begins else ("not UTF-8, perhaps Windows-1252", "WINDOWS-1252")
     return f"; it is {name}. Save it as UTF-8, or run: iconv -f {code} -t UTF-8 FILE > NEW"
@@ -100,13 +100,13 @@ def no_column(label: str, column: str, columns: Sequence[str]) -> str:
 
 
 def print_note(line: str, event: str | None = None) -> None:
-    """Print a line on standard error, only in the first process of a run, or in the first that comes to an event."""
+    """Print a line on standard error, in the first process of a run, or the first to come to an event."""
     if int(os.environ.get("RANK", 0)) == 0 if event is None else is_first_to(event):
         print(line, file=sys.stderr, flush=True)
 
 
 def is_first_to(event: str) -> bool:
-    """Return whether no other process of a run has come to an event before; the store that they share counts.
+    """Return whether no other process of a run has come to an event before, by their shared store.
 
     Before processes have joined, the first of each machine is the first there.
     """

@@ -1,7 +1,6 @@
-"""Registration of model types such as `midus_llama` with the Auto classes of transformers, without importing transformers.
+"""Registration of types such as `midus_llama` with Auto classes, without importing transformers.
 
-`AutoConfig.register` would import transformers and torch, which takes seconds, while `import midus_hf`, `midus_hf.config` and
-`midus_hf.files` take milliseconds, so that a command line is refused at once. So a finder on `sys.meta_path` waits until something
+`AutoConfig.register` would import transformers and torch, which takes seconds. So a finder on `sys.meta_path` waits until something
 else imports the module of transformers that has the table of types, and then puts a mapping into the table that imports the classes
 of a type when a config names it.
 """
@@ -15,12 +14,11 @@ from typing import Any
 
 from midus_hf.version import __version__
 
-# The module of transformers with the table in which Auto classes look types up.
 _TABLE = "transformers.models.auto.configuration_auto"
 
 
 class _Types(dict):
-    """Config classes by type, in addition to those of transformers: a type with memory adds its classes when it is looked up."""
+    """Config classes by type, added to those of transformers: a type's classes are made when looked up."""
 
     def __contains__(self, model_type: object) -> bool:
         if isinstance(model_type, str) and model_type.startswith("midus_") and not super().__contains__(model_type):
@@ -34,7 +32,7 @@ class _Types(dict):
 
 
 class _Finder:
-    """A finder of the module with the table, which replaces the table's extra content as soon as the module is loaded."""
+    """A finder of the module with the table; replaces the table's extra content once it is loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _TABLE:
@@ -56,7 +54,6 @@ class _Finder:
 
 
 def _extend(table: ModuleType) -> None:
-    """Let the table take types with memory, and stop waiting for the table."""
     _stop_waiting()
     # The extra content has no public name (seen in transformers 5.17 to 5.24).
     content = getattr(table.CONFIG_MAPPING, "_extra_content", None)

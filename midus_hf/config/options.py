@@ -1,4 +1,4 @@
-"""Read options, which are dataclasses, from the values of YAML or JSON, and refuse unknown keys and wrong types."""
+"""Read options, which are dataclasses, from YAML or JSON values; refuse unknown keys and wrong types."""
 
 import contextlib
 import copy
@@ -89,7 +89,7 @@ def read_options(
 
 
 def _numbers_of(value: Any) -> list[float] | None:
-    """Return the numbers of a text such as `768,256,16,0`, a list on a command line; None for other values."""
+    """Return the numbers of a text such as `768,256,16,0`, a list on a command line; None for others."""
     if not isinstance(value, str) or "," not in value:
         return None
     numbers = [number for word in value.split(",") if (number := finite_number(word.strip())) is not None]
@@ -136,7 +136,7 @@ def describe_options(options_class: type) -> list[dict[str, Any]]:
 
 
 def option(default: Any, help: str, type: str = "") -> Any:
-    """Return a dataclass field with a default, which is copied if need be, a help text, and the accepted values in words."""
+    """Return a dataclass field with a default, a help text, and accepted values in words."""
     metadata = {"help": help, "type": type}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
@@ -158,7 +158,6 @@ def alternatives_of(hint: Any) -> tuple[Any, ...]:
 
 
 def _expected(alternatives: tuple[Any, ...]) -> str:
-    """Describe the accepted values, for a message."""
     if len(alternatives) == 1 and typing.get_origin(alternatives[0]) is typing.Literal:
         return f"one of: {', '.join(map(str, typing.get_args(alternatives[0])))}"
     if any(_is_enumeration(each) for each in alternatives):  # whose values are given as text
@@ -170,7 +169,7 @@ def _expected(alternatives: tuple[Any, ...]) -> str:
 
 
 def _listed_type(hint: Any) -> str:
-    """Describe the values that a type accepts, for a table of options."""
+    """Describe a type's values, for a table of options."""
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(map(str, typing.get_args(hint)))
     alternatives = alternatives_of(hint)
@@ -182,7 +181,7 @@ def _is_enumeration(hint: Any) -> bool:
 
 
 def _type_name(hint: Any) -> str:
-    """Describe the values that a type accepts, for a sentence."""
+    """Describe a type's values, for a sentence."""
     if _is_enumeration(hint):
         return f"one of: {first_few([str(each.value) for each in hint], _MAX_CHOICES)}"
     if typing.get_origin(hint) in (types.UnionType, typing.Union):

@@ -11,10 +11,10 @@ _loaded: set[tuple[str, str]] = set()
 
 
 def load_plugins(group: str, refuse: bool = True) -> None:
-    """Import the plugins under a group of entry points, one of `GROUPS`, each once. The import registers the plugin.
+    """Import, and so register, the plugins under a group of entry points, one of `GROUPS`, each once.
 
     Raises:
-        RequestError: If a plugin cannot be imported, unless `refuse` is false: a warning is then given, and the others are imported.
+        RequestError: If a plugin cannot be imported; with `refuse` false a warning is given, and the others are imported.
     """
     for offered in entry_points(group=group):
         if (group, offered.value) in _loaded:
@@ -40,5 +40,5 @@ def plugin_packages() -> set[str]:
 
 
 def is_same_class(first: type, second: type) -> bool:
-    """Return whether two classes have the same definition, which may have been executed twice, as in a notebook."""
+    """Return whether two classes have the same definition, perhaps executed twice, as in a notebook."""
     return (first.__module__, first.__qualname__) == (second.__module__, second.__qualname__)

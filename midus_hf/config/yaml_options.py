@@ -1,4 +1,4 @@
-"""Read a dataclass of options from YAML files and from settings `key=value`, and refuse unknown keys and wrong types.
+"""Read a dataclass from YAML files and settings `key=value`; refuse unknown keys and wrong types.
 
 All YAML is read and written here, so that a number or a word means the same in a recipe, a flag and `--set`, at any depth.
 """
@@ -42,7 +42,7 @@ class _Reader(yaml.SafeLoader):
 
 
 class _Writer(yaml.SafeDumper):
-    """Writer of YAML that puts text in quotes if a reader of YAML 1.1 or 1.2 would take it for something else."""
+    """Writer of YAML that quotes text which a reader of YAML 1.1 or 1.2 would take for something else."""
 
 
 for _tag, _pattern in _NUMBERS.items():
@@ -53,7 +53,7 @@ _Reader.add_constructor(_FLOAT, lambda _, node: float(re.sub(r"\.(?=[in])", "", 
 
 
 def options_from_files(cls: type[Options], paths: Iterable[str | Path], settings: Iterable[str] = ()) -> Options:
-    """Read `cls` from YAML files and settings. Later files change keys within mappings; settings replace values."""
+    """Read `cls` from YAML files, merged key by key, later ones last, and then from settings."""
     values: dict[str, Any] = {}
     for path in paths:
         values = _merged(values, read_mapping(path))
@@ -88,7 +88,6 @@ def read_settings(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping with changes; where both hold a mapping, the two are merged in the same way."""
     merged = dict(values)
     for key, change in changes.items():
         before = merged.get(key)
@@ -117,7 +116,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
 
 
 def from_mapping(cls: type[Options], values: Mapping[str, Any]) -> Options:
-    """Build the dataclass `cls` from a mapping of field names to values, converting each value to the type of its field."""
+    """Build the dataclass `cls` from a mapping of fields to values, converted to the type of the field."""
     return read_options(cls, values, "config", how_to_set="give it")
 
 

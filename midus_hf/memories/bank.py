@@ -1,8 +1,7 @@
-"""Banks: data of memories in files next to a checkpoint's weights, which are created, copied and counted with it. Needs no torch.
+"""Banks: data of memories in files next to weights, created, copied and counted with them; no torch.
 
 A memory with a bank has a module `bank_files` in the folder of its options, with `MemoryFiles` under
-`@register_memory_files(Options)`. Upscaling, strip, edits and downloads treat all banks alike; a model opens and saves its banks by
-services (`midus_hf.memories.hosting.service`).
+`@register_memory_files(Options)`. A model opens and saves its banks by services (`midus_hf.memories.hosting.service`).
 """
 
 from collections.abc import Callable, Mapping
@@ -33,15 +32,11 @@ class MemoryFiles:
         self.entry, self.memories = entry, memories
 
     def create(self, folder: Path, dtype: str, seed: int) -> None:
-        """Create the bank of a new memory in the folder of a checkpoint with a dtype; random values depend on the seed."""
+        """Create the bank of a new memory in a checkpoint's folder; random values depend on the seed."""
         raise NotImplementedError
 
     def copy(self, source: Path, folder: Path) -> None:
-        """Copy the bank of the checkpoint `source` to another folder.
-
-        Raises:
-            RequestError: If it cannot be read.
-        """
+        """Copy the bank of the checkpoint `source` to another folder; a `RequestError` if it cannot be read."""
         raise NotImplementedError
 
     def bind_to_base(self, folder: Path) -> None:
@@ -52,7 +47,7 @@ class MemoryFiles:
         """Do the work of `bind_to_base`: its name until 1.0."""
 
     def paths(self, folder: Path) -> list[Path]:
-        """Return the bank's files in a folder. Default: those that match its patterns, in folders with the memory's name."""
+        """Return the bank's files in a folder. Default: those that match its patterns, by the memory's name."""
         found = (
             path for pattern in self.files for path in folder.glob(pattern.replace("/*/", f"/{self.entry.name}/"))
         )
@@ -74,7 +69,7 @@ class MemoryFiles:
 
 
 def register_memory_files(options_class: type[MemoryOptions]) -> Callable[[AnyBank], AnyBank]:
-    """Return a decorator that makes a class the bank of a memory, and of memories whose options extend its options."""
+    """Return a decorator that makes a class the bank of memories with these options, or extended ones."""
 
     def decorate(cls: AnyBank) -> AnyBank:
         _BANK_OF[options_class] = cls
@@ -87,7 +82,7 @@ Bank, bank_of = MemoryFiles, register_memory_files  # the names until 1.0
 
 
 def bank_class(options_class: type[MemoryOptions]) -> type[MemoryFiles] | None:
-    """Return the class of a memory's bank, imported from the folder of its options; None for a memory without one."""
+    """Return the class of a memory's bank, imported from the folder of its options; None without one."""
     import_beside(options_class.__module__, "bank_files")
     return next((_BANK_OF[kind] for kind in options_class.__mro__ if kind in _BANK_OF), None)
 

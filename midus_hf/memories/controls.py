@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, ModelSizes, Role
 from midus_hf.memories.options import DeclaredControl, MemoryOptions
 
-# Name of a control. `frozen-addresses`: only the tensors that make values train. `shuffled-addresses`: the rows of
-# values are permuted after training. `DeclaredControl` explains the others.
+# `frozen-addresses`: only tensors that make values train. `shuffled-addresses`: rows of values are permuted after training.
 Control = DeclaredControl | Literal["frozen-addresses", "shuffled-addresses"]
 
 
@@ -32,12 +31,10 @@ def controls_of(
 ) -> dict[Control, Change]:
     """Return the controls of a memory by name, each with the change that defines it.
 
-    `frozen-addresses` and `shuffled-addresses` follow from the roles of the declared tensors, also for types of other
-    packages. `frozen-addresses` needs values, a parameter of a role outside `value_roles`, and no projection that would
-    be frozen at zero, because the memory could then never add anything. `shuffled-addresses` needs values with two or
-    more rows.
-
-    `layers` are the indices of the layers that have the memory, ascending, which decide how tables are shared. Default: all layers.
+    `frozen-addresses` and `shuffled-addresses` follow from the roles of the declared tensors. `frozen-addresses` needs values, a
+    parameter of a role outside `value_roles`, and no projection that would be frozen at zero, because the memory could then never
+    add anything; `shuffled-addresses` needs values with two or more rows. `layers` are the ascending indices of the memory's
+    layers, which decide how tables are shared. Default: all layers.
     """
     shared = options.tables(sizes, tuple(range(sizes.num_layers)) if layers is None else layers)
     tensors = {**options.tensors(sizes), **{name: tensor for one in shared for name, tensor in one.tensors.items()}}

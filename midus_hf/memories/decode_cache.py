@@ -1,4 +1,4 @@
-"""Tensors that memories derive only from parameters, cached while the caller promises not to change weights (MIDUS, C.2)."""
+"""Tensors that memories derive only from parameters, cached while weights do not change (MIDUS, C.2)."""
 
 import contextlib
 import threading
@@ -23,8 +23,7 @@ CACHES: dict[type[MemoryModule], Callable[[Any], "DecodeCache | None"]] = {}
 def decode_cache_of(layer: type[MemoryModule]) -> Callable[[Any], Any]:
     """Return a decorator for the function that makes the decode cache of a layer.
 
-    The function is in the module `decode_cache` of the memory's folder, which carried code must not name. It takes the layer, and
-    returns None if nothing is to be cached.
+    The function, in the module `decode_cache` of the memory's folder, takes the layer, and returns None if nothing is to be cached.
     """
 
     def decorate(function: Any) -> Any:
@@ -42,16 +41,15 @@ def decode_cache(model: nn.Module) -> Iterator[None]:
     chapters, or the normalised keys of UltraMemV2 and the singular vectors of its cores.
 
     `generate` of a model with memory opens this context for each call. Nothing else does, because a change of weights cannot be
-    detected (fused optimizers, `.data` and compiled steps leave no trace): weights must not change within the context, and may
-    change in any way before or after it.
+    detected (fused optimizers, `.data` and compiled steps leave no trace): weights must not change within the context.
 
-    Eager, compiled and CUDA-graph passes inside the context all read the kept tensors. A graph captured inside the context may
-    be replayed only inside it. A serving engine opens the context when it has loaded weights, and closes it before it loads others.
-    Threads within the context at the same time share the kept tensors. Passes with gradients do not use kept tensors, nor do memories
-    whose parameters cannot be read directly (offloaded, sharded, quantised, or computed from other tensors).
+    Eager, compiled and CUDA-graph passes inside the context all read the kept tensors. A graph captured inside the context may be
+    replayed only inside it. A serving engine opens the context when it has loaded weights, and closes it before it loads others.
+    Threads within the context at the same time share the kept tensors. Passes with gradients do not use them, nor do memories whose
+    parameters cannot be read directly (offloaded, sharded, quantised, or computed from other tensors).
 
-    Under `torch.autocast`, values are expanded in autocast's dtype. Expanding before gathering rounds in another order than
-    transforming the gathered values, so results agree up to rounding. `model` may be a part of a model, or a wrapper around one.
+    Under `torch.autocast`, values are expanded in autocast's dtype. Results agree up to rounding, since values are expanded before
+    they are gathered. `model` may be a part of a model, or a wrapper around one.
     """
     opened = []
     tables = _tables_of_readers(model)
@@ -81,20 +79,18 @@ def _cache_of(memory: MemoryModule) -> "DecodeCache | None":
 
 
 class DecodeCache:
-    """Tensors derived from parameters of a module, created and dropped only by `decode_cache`; not copied or saved with the module.
+    """Tensors derived from a module's parameters, made and dropped by `decode_cache`; not copied or saved.
 
     Args:
         parameters: Names of the parameters of the module, its linear layers or shared tables to derive the tensors from.
         derive: Function of these parameters that returns one tensor, or several of one dtype.
-        as_stored: Whether `derive` takes parameters in their stored dtype under `torch.autocast` too. Default: false,
-            parameters are cast to autocast's dtype.
+        as_stored: Whether `derive` takes stored dtypes under `torch.autocast` too. Default: false, parameters are cast.
     """
 
     def __init__(self, parameters: tuple[str, ...], derive: Callable[..., Any], as_stored: bool = False):
         self._parameters, self._derive, self._as_stored = parameters, derive, as_stored
         self._getters = tuple(map(attrgetter, parameters))
         self._inside = threading.local()  # `now` if passes of this thread read the tensors
-        # The tensors shared by threads within the context, and the number of these threads.
         self._derived: Any = None
         self._sources: tuple[torch.Tensor, ...] = ()
         self._stored_dtype: torch.dtype | None = None
@@ -106,10 +102,7 @@ class DecodeCache:
         return getattr(self._inside, "now", False)
 
     def open(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> bool:
-        """Make passes of this thread read the tensors; return whether this call changed that.
-
-        It does not if they already did, or if the parameters of `module` and the tables that it shares cannot be read directly.
-        """
+        """Make passes of this thread read the tensors, if possible; return whether this call changed that."""
         if self.is_open:
             return False
         with _CHANGING:
@@ -144,7 +137,7 @@ class DecodeCache:
         self._derived, self._sources, self._stored_dtype = derived, sources, sources[0].dtype
 
     def read(self, module: nn.Module, like: torch.Tensor, tables: Mapping[str, torch.Tensor] | None = None) -> Any:
-        """Return the kept tensors; None if this pass has gradients or other parameters, or `like` has another dtype or device."""
+        """Return the kept tensors; None with gradients, changed parameters, or another dtype or device."""
         kept, sources = self._derived, self._sources
         if kept is None or not sources or torch.is_grad_enabled():
             return None
@@ -163,7 +156,7 @@ class DecodeCache:
         return kept
 
     def _is_plain(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether every parameter exists, and every linear layer is a plain one: an adapter would change its output."""
+        """Return whether every parameter exists, and no linear layer is one of an adapter."""
         parents = [name.rpartition(".")[0] for name in self._parameters if name not in tables]
         is_plain = all(type(attrgetter(parent)(module)) is nn.Linear for parent in parents if parent)
         return is_plain and all(name in tables or "." in name or hasattr(module, name) for name in self._parameters)
@@ -176,7 +169,7 @@ class DecodeCache:
 
 
 def _tables_of_readers(model: Any) -> dict[int, Mapping[str, torch.Tensor]]:
-    """Return the shared tables that memories in a model read, by the `id` of each module, including PEFT's copies."""
+    """Return the shared tables that memories read, by the `id` of each module, including PEFT's copies."""
     return {
         id(module): tables
         for stack in model.modules()
@@ -194,7 +187,7 @@ def _is_local_tensor(parameter: torch.Tensor) -> bool:
 
 
 def _as_computed_with(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter or buffer in the dtype that a forward pass would use now; integers are returned unchanged."""
+    """Return a parameter or buffer in the dtype that a pass would use now; integers unchanged."""
     device = parameter.device.type
     if not (parameter.is_floating_point() and torch.is_autocast_enabled(device)):
         return parameter

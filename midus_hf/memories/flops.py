@@ -1,11 +1,8 @@
-"""Floating-point operations (FLOPs) of a decoder and its memories, by the rules of Mixture of Chapters (appendix A.2).
+"""FLOPs of a decoder and its memories, by the rules of Mixture of Chapters (appendix A.2).
 
-A multiplication and an addition count one each, so a matrix product counts two per weight. An elementwise operation has
-a fixed number of FLOPs per element. Where the paper gives none, the number in the paper's code counts. Memory traffic, lookups in
-tables, dropout and the optimizer are not counted.
-
-Attention counts as if every token attended to every token, regardless of causal masks or sliding windows. Work done once
-for all layers, such as rotary angles, is not counted.
+A multiplication and an addition count one each, so a matrix product counts two per weight; an elementwise operation has a fixed
+number of FLOPs per element, from the paper or else its code. Memory traffic, lookups, dropout, the optimizer and work done once for
+all layers, such as rotary angles, are not counted. Attention counts as if every token attended to every token.
 """
 
 import math
@@ -22,13 +19,10 @@ from midus_hf.memories.registry import Memories, import_beside
 
 # FLOPs of a softmax per number, and of cross entropy.
 SOFTMAX = 5
-# FLOPs of masking and scaling attention scores, per score.
 MASK_AND_SCALE = 2
 # FLOPs of a sigmoid or a tanh, per number.
 SIGMOID = TANH = 4
-# FLOPs of capping a number softly: a division, a tanh and a product.
 SOFT_CAP = TANH + 2
-# FLOPs of activations per number, by their name in configs.
 ACTIVATIONS = {"silu": 4, "swish": 4, "gelu": 8, "gelu_new": 8, "gelu_pytorch_tanh": 8, "relu": 1}
 
 #: Functions that count a memory's operations in one layer, and the values that a token reads there, by the class of options.
@@ -54,20 +48,17 @@ class Backbone:
 
 
 def linear(rows: int, inputs: int, outputs: int, bias: bool = False) -> int:
-    """Return the FLOPs of a linear map of `rows` vectors: a product of `[rows, inputs]` with `[inputs, outputs]`."""
+    """Return the FLOPs of a linear map of `rows` vectors: `[rows, inputs]` times `[inputs, outputs]`."""
     return 2 * rows * inputs * outputs + (rows * outputs if bias else 0)
 
 
 def attention_products(batch: int, queries: int, keys: int, width: int) -> int:
-    """Return the FLOPs of attention scores and weighted sums of values, for all heads, whose total width is `width`.
-
-    `queries` and `keys` are numbers per sequence; keys that are masked count.
-    """
+    """Return the FLOPs of scores and weighted sums, masked keys included; `width` is that of all heads."""
     return 4 * batch * queries * keys * width
 
 
 def attention_weights(batch: int, heads: int, queries: int, keys: int) -> int:
-    """Return the FLOPs of the softmax, mask and scale of all attention scores, with numbers as in `attention_products`."""
+    """Return the FLOPs of the softmax, mask and scale of all attention scores."""
     return batch * heads * queries * keys * (SOFTMAX + MASK_AND_SCALE)
 
 
@@ -89,10 +80,10 @@ def top_k(rows: int, candidates: int, k: int) -> int:
 def router_losses(choices: int, candidates: int, k: int) -> int:
     """Return the FLOPs of a router's losses as the paper's code counts them; the paper states no formula.
 
-    For s choices among c candidates, the load-balance loss takes s c (k - 1) + c (s - 1) + c operations for the
-    frequencies of candidates, c (s - 1) + c for mean probabilities and 2 c for their product. The mean of squared
-    probabilities takes s c + c (s - 1) + c, its distance from an even distribution 3 c, the z-loss 5 s c + 2 s, the
-    entropy 4 s c. Squares and entropy count, although neither adds to the loss.
+    For s choices among c candidates, the load-balance loss takes s c (k - 1) + c (s - 1) + c operations for frequencies, c (s - 1)
+    + c for mean probabilities and 2 c for their product; the mean of squared probabilities s c + c (s - 1) + c, its distance from
+    an even distribution 3 c, the z-loss 5 s c + 2 s, the entropy 4 s c. Squares and entropy count, although neither adds to the
+    loss.
     """
     sums = candidates * choices
     load_balance = sums * (k - 1) + sums + sums + 2 * candidates
@@ -102,12 +93,12 @@ def router_losses(choices: int, candidates: int, k: int) -> int:
 
 
 def flops_of(options_class: type[MemoryOptions]) -> Callable[[Any], Any]:
-    """Return a decorator for the function that counts a memory's operations, with the arguments of `memory_flops`."""
+    """Return a decorator for a memory's function with the arguments and result of `memory_flops`."""
     return partial(_register, FLOPS, options_class)
 
 
 def values_read_of(options_class: type[MemoryOptions]) -> Callable[[Any], Any]:
-    """Return a decorator for the function that counts the values that a token reads, with the arguments of `values_read`."""
+    """Return a decorator for a memory's function with the arguments and result of `values_read`."""
     return partial(_register, VALUES_READ, options_class)
 
 
@@ -119,7 +110,7 @@ def _register(table: dict[type[MemoryOptions], Any], options_class: type[MemoryO
 def memory_flops(
     options: MemoryOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
 ) -> dict[str, int]:
-    """Count the FLOPs of a memory in one layer and forward pass, residual adds included, by the name of their purpose.
+    """Count the FLOPs of a memory in one layer and forward pass by purpose, residual adds included.
 
     There are `batch` sequences of `tokens` tokens; `index` is the layer's among the `count` layers that have the memory, from 0.
 
@@ -137,7 +128,7 @@ def memory_flops(
 
 
 def values_read(options: MemoryOptions, sizes: ModelSizes) -> int | None:
-    """Return the number of elements of the values that one token reads in one layer; None if it reads all elements."""
+    """Return the number of value elements that a token reads in one layer; None if it reads all."""
     counted = _registered(VALUES_READ, options)
     return None if counted is None else counted(options, sizes)
 
@@ -145,7 +136,6 @@ def values_read(options: MemoryOptions, sizes: ModelSizes) -> int | None:
 def _registered(
     table: Mapping[type[MemoryOptions], Callable[..., Any]], options: MemoryOptions
 ) -> Callable[..., Any] | None:
-    """Return the function of the nearest class of options that has one; None if none has."""
     import_beside(type(options).__module__, "costs")
     return next((table[each] for each in type(options).__mro__ if each in table), None)
 
@@ -172,7 +162,7 @@ class ModelFlops:
 
     @property
     def backward(self) -> int:
-        """Operations of the backward pass, twice the forward pass: all parameters train, and nothing is recomputed."""
+        """Operations of the backward pass: twice the forward's, as all parameters train."""
         return 2 * self.forward
 
     @property
@@ -182,7 +172,7 @@ class ModelFlops:
 
 
 def estimate_flops(backbone: Backbone, memories: Memories, tokens: int, batch: int = 1) -> ModelFlops:
-    """Count the floating-point operations of a model for one batch, default 1, of sequences of `tokens` tokens.
+    """Count the operations of a model for one batch, default 1, of sequences of `tokens` tokens.
 
     Raises:
         RequestError: If tokens or batch is below 1, or if the FLOPs of the activation or of a memory are unknown.
@@ -220,7 +210,6 @@ def estimate_flops(backbone: Backbone, memories: Memories, tokens: int, batch: i
 
 
 def _base_layer_flops(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
-    """Count the operations of a layer of the base, its residual adds included."""
     hidden, inner, rows = backbone.sizes.hidden_size, backbone.sizes.intermediate_size, batch * tokens
     if backbone.sizes.activation not in ACTIVATIONS:
         raise RequestError(
@@ -239,7 +228,7 @@ def _base_layer_flops(backbone: Backbone, batch: int, tokens: int) -> dict[str, 
 
 
 def _attention_flops(backbone: Backbone, batch: int, tokens: int, keeps_output: bool) -> dict[str, int]:
-    """Count the operations of attention and of the norms before, inside and after attention."""
+    """Count the operations of attention and of the norms before, inside and after it."""
     sizes, rows = backbone.sizes, batch * tokens
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     inner_norms = sum(

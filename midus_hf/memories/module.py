@@ -1,8 +1,8 @@
 """Base class of all memory layers, and modules with declared tensors.
 
-The layer of a memory is a subclass of `MemoryModule` under the decorator `register_layer`; the base class makes the tensors that the
-memory's options declare. A layer must read its tensors in its `forward`, as the hooks of offloading and sharding require. The
-arguments and the result of `forward` depend on the memory's site:
+A memory's layer is a subclass of `MemoryModule` under the decorator `register_layer`; the base class makes the tensors that the
+memory's options declare. A layer must read its tensors in its `forward`, as hooks of offloading and sharding require. The arguments
+and the result of `forward` depend on the memory's site:
 
 - `inserted`: `forward(attention_output, residual)` takes the attention output `[B, T, W]` and the residual stream `[B, T, D]`,
   and returns the residual stream with the retrieved values added.
@@ -12,8 +12,7 @@ arguments and the result of `forward` depend on the memory's site:
   `[B, K, S, d]`, rotated and from the cache, and the output of the heads `[B, T, H, d]`; it returns the output to use instead.
 - any other site: `forward(hidden_states)` takes `[B, T, D]`, the memory's input, and returns what is added, `[B, T, D]`.
 
-`forward` also takes, by keyword, each of the memory's `forward_arguments` that the model was called with, and what its `services`
-give.
+`forward` also takes, by keyword, its `forward_arguments` that the model was called with, and what its `services` give.
 """
 
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ from midus_hf.memories.registry import layer_class
 
 
 class DeclaredModule(nn.Module):
-    """Module with declared tensors: parameters and buffers, and a linear layer `NAME` for each tensor called `NAME.weight`."""
+    """Module with declared tensors: parameters, buffers, and a linear layer `NAME` for `NAME.weight`."""
 
     def __init__(self, declared: Mapping[str, DeclaredTensor]):
         super().__init__()
@@ -72,7 +71,7 @@ class MemoryTables(DeclaredModule):
     """Tables that several layers read. The model holds them, so they are saved, counted and sharded once."""
 
     def forward(self) -> dict[str, torch.Tensor]:
-        """Return the tables by name; tables are read by this call, so that the hooks of offloading and sharding run first."""
+        """Return the tables by name, so that the hooks of offloading and sharding run first."""
         return {name: self.declared_tensor(name) for name in self.declared}
 
 
@@ -81,21 +80,16 @@ class MemoryModule(DeclaredModule):
 
     Args:
         options: Options of the memory's type.
-        sizes: Sizes of the model.
-
-    Raises:
-        RequestError: If the memory does not fit the model.
+        sizes: Sizes of the model; a `RequestError` if the memory does not fit it.
     """
 
     #: Classes of the sites at which the memory can be attached (`midus_hf.memories.hosting.sites`); none for an inserted memory.
     sites: ClassVar[tuple[Any, ...]] = ()
     #: Classes of the services that the memory needs from the model (`midus_hf.memories.hosting.service`). Options may omit some.
     services: tuple[Any, ...] = ()
-    #: Names of keyword arguments of the model's forward pass that the memory takes. A memory that takes `input_ids` `[B, T]` always
-    #: gets them: passes with `inputs_embeds` then also need `token_ids`.
+    #: Keyword arguments of the model's forward that the memory takes. With `input_ids` `[B, T]`, `inputs_embeds` need `token_ids`.
     forward_arguments: tuple[str, ...] = ()
-    #: Roles of the projections whose output a memory inside attention or a feed-forward network changes: `query`,
-    #: `key`, `value`, `output_projection`, `gate`, `up`, `down`.
+    #: Roles of projections whose outputs the memory changes: `query`, `key`, `value`, `output_projection`, `gate`, `up`, `down`.
     projections: ClassVar[tuple[str, ...]] = ()
     #: Whether a memory at the site `AttentionHeads` also takes queries `[B, H, T, d]` without their rotation, as `unrotated`.
     wants_unrotated: ClassVar[bool] = False
@@ -115,10 +109,7 @@ class MemoryModule(DeclaredModule):
 
     @classmethod
     def check_attention(cls, implementation: str | None) -> None:
-        """Raise a `RequestError` for an implementation of attention with which the memory does not work. Default: none.
-
-        It is given by its name; None lets Transformers choose.
-        """
+        """Refuse an implementation of attention, by name; None lets Transformers choose. Default: none."""
 
     def extra_repr(self) -> str:
         """Return the options that differ from their defaults."""
@@ -130,11 +121,7 @@ class MemoryModule(DeclaredModule):
 def build_memory(
     options: MemoryOptions, sizes: ModelSizes, index: int = 0, count: int = 1, attention: str | None = None
 ) -> MemoryModule:
-    """Build a layer of a memory, by default the only one, for a model with an implementation of attention, by default not vLLM's.
-
-    Raises:
-        RequestError: If the type has no layer, or `check_layer` refuses it.
-    """
+    """Build a layer of a memory, by default the only one and not vLLM's, or raise a `RequestError`."""
     memory = layer_class(options, attention)(options, sizes)
     memory.index = index
     for name in memory.declared.keys() - options.tensors_at(sizes, index, count).keys():
@@ -144,7 +131,7 @@ def build_memory(
 
 
 def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
-    """Refuse the layer of a memory of `count` layers that has undeclared tensors, or lacks a site or service of its options."""
+    """Refuse the layer of a memory in `count` layers that does not match what its options declare."""
     options, of_class = memory.options, type(memory).__name__
     tensors = dict([*memory.named_parameters(), *memory.named_buffers()])
     undeclared = [name for name in tensors if name not in memory.declared]

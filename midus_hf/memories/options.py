@@ -1,4 +1,4 @@
-"""The base class of a memory's options, which declares tensors, sites and supported models. Readable without torch."""
+"""The base class of a memory's options: declared tensors, sites, supported models. Needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,16 +6,13 @@ from typing import Any, ClassVar, Literal, get_args
 
 from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes, Role
 
-# Position of a memory in a model. `inserted`: the memory has its own decoder layer, and reads the output of the attention in that
-# layer. At every other site it is attached to a layer of the base (`midus_hf.memories.hosting.sites`).
+# `inserted`: the memory has its own decoder layer; all others attach it to one of the base (`midus_hf.memories.hosting.sites`).
 SiteName = Literal[
     "inserted", "beside-ffn", "inside-ffn", "inside-attention", "behind-attention", "behind-layer", "skip"
 ]
 SITES: tuple[SiteName, ...] = get_args(SiteName)
 
-# Name of a control that options define. `one-row`: the memory has a single row, or one per head if each head has
-# rows, so no choice is left. `random-slots`: the rows that a token reads are drawn at random, independently of the
-# token.
+# `one-row`: a single row, or one per head, so that no choice is left. `random-slots`: rows are drawn at random for each token.
 DeclaredControl = Literal["one-row", "random-slots"]
 
 
@@ -24,10 +21,10 @@ class MemoryOptions:
     """Options of a type of memory, with the tensors that follow from the options.
 
     A subclass is registered under the `type` that entries of a config's `memory` list name. Its fields are made with
-    `midus_hf.config.options.option` and have defaults. The methods `check`, `check_fit`, `check_layers` and `check_beside` raise a
-    `RequestError` for invalid values, unsupported models, layers and other memories; by default they refuse nothing. Costs are
-    functions in a module `costs` in the same folder, under decorators of `midus_hf.memories.flops`. Methods that take `index` and
-    `count` describe one layer: `index` counts from 0 among the `count` layers that have the memory.
+    `midus_hf.config.options.option` and have defaults. `check`, `check_fit`, `check_layers` and `check_beside` raise a
+    `RequestError` for invalid values, models, layers and other memories; by default they refuse nothing. Costs are functions in a
+    module `costs` in the same folder, under decorators of `midus_hf.memories.flops`. `index` counts from 0 among the `count` layers
+    that have the memory.
     """
 
     type: ClassVar[str]
@@ -43,8 +40,7 @@ class MemoryOptions:
     controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = {}
     #: Roles of the tensors from which retrieved values are computed. These tensors train in the control `frozen-addresses`.
     value_roles: ClassVar[tuple[Role, ...]] = ("value", "transform")
-    #: True if a model that is built from a config initialises the projections that write to the residual stream with
-    #: `1 / sqrt(2 L)` times the standard deviation of all others (service `ScaledInitialisation`).
+    #: True if a new model's projections into the residual stream start `1 / sqrt(2 L)` times as large (`ScaledInitialisation`).
     scales_initialisation: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -60,7 +56,7 @@ class MemoryOptions:
         """Refuse a choice of layers, given by their ascending indices, that does not work."""
 
     def check_beside(self, name: str, others: Mapping[str, "MemoryOptions"]) -> None:
-        """Refuse other memories of the same model, by name, that cannot be combined with this one, called `name`."""
+        """Refuse other memories of the same model, by name, that cannot be combined with this one."""
 
     @property
     def reads_ahead(self) -> bool:
@@ -68,7 +64,7 @@ class MemoryOptions:
         return False
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
-        """Return the tensors of the memory in one layer, by their name within the memory, in the order of storage.
+        """Return the tensors of the memory in one layer, by their name in the memory, in the order of storage.
 
         The weight of a linear layer is declared as `NAME.weight`; every other name has no dot.
         """
@@ -83,18 +79,18 @@ class MemoryOptions:
         return ()
 
     def layer_inputs(self, index: int) -> tuple[tuple[int, str], ...]:
-        """Return the tensors that one layer takes from earlier layers, as pairs (index of the earlier layer, name). Default: none."""
+        """Return the tensors that a layer takes, as pairs (index of the earlier layer, name). Default: none."""
         return ()
 
     def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple["SharedTables", ...]:
-        """Return the tables that the memory's layers, given by ascending indices, share; the model holds each once. Default: none.
+        """Return the tables that the memory's layers, by ascending indices, share. Default: none.
 
-        Only the order of layers may decide which share a table.
+        The model holds each once. Only the order of layers may decide which share a table.
         """
         return ()
 
     def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-        """Return the input and output width of the projections that a layer must have for the memory, by role. Default: none."""
+        """Return the input and output width of projections a layer needs, by role. Default: none."""
         return {}
 
 
@@ -110,7 +106,7 @@ def head_projections(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class SharedTables:
-    """Tables that several layers, given by their indices, read and the model holds once, named as in `MemoryOptions.tensors`."""
+    """Tables that layers, by index, read and the model holds once, named as in `MemoryOptions.tensors`."""
 
     layers: tuple[int, ...]
     tensors: dict[str, DeclaredTensor]
@@ -118,7 +114,7 @@ class SharedTables:
 
 @dataclass(kw_only=True)
 class InsertedOptions(MemoryOptions):
-    """Options of a memory with its own decoder layers, in which the memory reads the output of the attention."""
+    """Options of a memory with its own decoder layers, in which it reads the output of the attention."""
 
     #: Whether the attention before it keeps its output projection and the norm that follows it. A subclass may make it an option.
     output_projection = False
@@ -134,5 +130,5 @@ _WORDS_OF_MODULES = frozenset(
 
 
 def is_name(name: str) -> bool:
-    """Return whether a memory can have this name: words joined by hyphens, and no attribute of a torch container of modules."""
+    """Return whether words joined by hyphens name a memory, and no attribute of a torch container."""
     return all(word.isalnum() for word in name.split("-")) and name not in _WORDS_OF_MODULES

@@ -1,8 +1,8 @@
-"""The registry of memories: options by their type, layers by their options; and the `memory` list of a config.
+"""The registry of memories: options by type, layers by options; and the `memory` list of a config.
 
-A memory is a Python package: `options.py`, readable without torch, registers the options of a type; `layer.py` has the layer, which
-is imported when a model is built; `costs.py` has its FLOPs, if they are known. The entry point
-`midus_hf.memories` of another package names such a folder, whose import registers the options.
+A memory is a Python package: `options.py`, readable without torch, registers the options of a type; `layer.py` has the layer,
+imported when a model is built; `costs.py` has its FLOPs, if known. The entry point `midus_hf.memories` of another package names
+such a folder, whose import registers the options.
 """
 
 import dataclasses
@@ -43,15 +43,14 @@ _SAMPLE = ModelSizes(hidden_size=64, num_heads=4, intermediate_size=128, num_lay
 # Options for the bits of tables that midus-hf 0.1.0 rounded to integers; null where tables were not.
 _BITS = ("value_bits", "bank_bits")
 
-# First part of tensor names. Within a layer: `memory` for an inserted memory, `memories.NAME` for an attached one.
-# Within the stack of layers: `memory_tables.NAME.NUMBER` for the tables that layers share.
+# In tensor names: `memory` and `memories.NAME` in a layer, `memory_tables.NAME.NUMBER` in the stack of layers.
 INSERTED, ATTACHED, TABLES = "memory", "memories", "memory_tables"
 
 
 def register_memory(name: str, default_name: str | None = None) -> Callable[[type[Options]], type[Options]]:
-    """Return a decorator that registers the options of a type of memory under the `type` that configs name.
+    """Return a decorator that registers the options of a memory under the `type` that configs name.
 
-    The name is lower case words joined by hyphens, of no other class; `default_name`, by default equal, names an attached memory in
+    The name, lower case words joined by hyphens, is no other class's; `default_name`, by default equal, names an attached memory in
     names of tensors. `check_declaration` may refuse the class.
     """
     if not is_name(name) or name != name.lower():
@@ -73,7 +72,7 @@ def register_memory(name: str, default_name: str | None = None) -> Callable[[typ
 
 
 def register_layer(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
-    """Return a decorator that makes a class the only layer of a memory, which `layer_class` finds by the memory's options."""
+    """Return a decorator that makes a class the only layer of a memory, found by the memory's options."""
 
     def decorate(cls: Layer) -> Layer:
         taken = vars(options_class).get("layer")
@@ -93,8 +92,7 @@ layer_of = register_layer  # the name until 1.0
 def register_paged_layer(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
     """Return a decorator that makes a subclass of a memory's layer the one that serves the memory in vLLM.
 
-    vLLM lays tokens of several requests in one row and keeps keys and values in pages. Such a subclass is in the module `layer` or
-    `paged` next to the options, and does not travel with checkpoints.
+    The class is in the module `layer` or `paged` next to the options, and does not travel with checkpoints.
     """
 
     def decorate(cls: Layer) -> Layer:
@@ -105,12 +103,9 @@ def register_paged_layer(options_class: type[MemoryOptions]) -> Callable[[Layer]
 
 
 def layer_class(options: MemoryOptions, attention: str | None = None) -> Any:
-    """Return the class of a memory's layer; import the module `layer` in the folder of its options if needed.
+    """Return the class of a memory's layer, importing its module `layer`, or raise a `RequestError`.
 
     For the implementation of attention "vllm" the class may be the one of the module `paged`.
-
-    Raises:
-        RequestError: If no class is the layer of the memory.
     """
     options_class = type(options)
     if attention == "vllm":
@@ -137,7 +132,7 @@ def import_beside(module: str, name: str) -> None:
 
 
 def memory_type(name: Any) -> type[MemoryOptions]:
-    """Return the options class of a type of memory, of this package or of another, or raise `RequestError`."""
+    """Return the options class of a type of memory, of any package, or raise a `RequestError`."""
     if isinstance(name, str):
         name = _EARLIER_TYPES.get(name, name)
         if name not in MEMORY_TYPES:
@@ -214,10 +209,7 @@ class MemoryEntry:
 
 @dataclass(frozen=True)
 class Memories:
-    """All memories of a model: one entry per memory, in the order of the config.
-
-    `base` is the SHA-256 of the weights that the model was upscaled from; None if unknown.
-    """
+    """A model's memories, in the config's order; `base`: SHA-256 of the base's weights, None if unknown."""
 
     entries: tuple[MemoryEntry, ...]
     sizes: ModelSizes
@@ -253,13 +245,10 @@ NO_MEMORIES = Memories((), ModelSizes(hidden_size=0, num_heads=1))
 
 
 def memories_of(config: Any) -> Memories:
-    """Read the current `memory` list of a config of transformers, of a family that hosts memory, or of a composite model around one.
+    """Read the current `memory` list of a config of transformers, or of a composite model's config.
 
-    This is not a method of the config, since a serving engine may pickle the config by value to another process, where instances
-    belong to copied classes, for which `isinstance` tests in the model's code fail.
-
-    Raises:
-        RequestError: If `read_memories` refuses the list.
+    Not a method, since a serving engine may pickle the config by value to another process, where instances belong to copied
+    classes, for which `isinstance` tests in the model's code fail.
     """
     config = config.get_text_config()
     return read_memories(config.memory, ModelSizes.from_config(config), recorded_base_sha256(config))
@@ -314,7 +303,7 @@ def check_entry(values: Any) -> None:
 
 
 def check_memories(memories: Memories) -> None:
-    """Refuse memories that cannot be combined: if layers or names are taken twice, or banks have several trees."""
+    """Refuse memories that take layers or names twice, or have banks of several trees."""
     inserted: set[int] = set()
     for entry in memories.entries:
         if not entry.is_attached:
@@ -353,10 +342,7 @@ def check_memories(memories: Memories) -> None:
 
 
 def check_place(options: MemoryOptions, values: Mapping[str, Any], name: Any, sizes: ModelSizes) -> None:
-    """Refuse a memory that does not fit the model, or an entry, given by its keys in the config, with wrong layers or a wrong name.
-
-    The name is empty for an inserted memory.
-    """
+    """Refuse a memory that does not fit the model, or wrong layers or a wrong name (inserted: empty)."""
     type_name, site = options.type, values.get("site", options.sites[0])
     options.check_fit(sizes)
     for key, wanted in (

@@ -1,4 +1,4 @@
-"""Known n-grams of exact tables: those of texts, the tables of a model, and the certificate that texts read none of them."""
+"""Known n-grams of exact tables: of texts, of a model, and certificates that texts read none of them."""
 
 import contextlib
 import hashlib
@@ -93,7 +93,7 @@ class KnownNgrams(NamedTuple):
 
 
 def exact_tables(memories: Memories, tensors: Mapping[str, torch.Tensor]) -> list[KnownNgrams]:
-    """Return the known n-grams of all memories with exact tables, from tensors by their names in the model."""
+    """Return the known n-grams of all memories with exact tables, from tensors by name in the model."""
     tables = []
     for name, entry in memories.attached.items():
         options = entry.options
@@ -111,11 +111,7 @@ def named_tables(model: Any) -> dict[str, torch.Tensor]:
 
 
 def trained_tables(model: Any) -> list[KnownNgrams]:
-    """Return the known n-grams of the trained memories.
-
-    Raises:
-        RequestError: If anything else trains.
-    """
+    """Return the known n-grams of the trained memories; a `RequestError` if anything else trains."""
     memories: Memories | None = model.config.memories() if hasattr(model.config, "memories") else None
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     tables = [] if memories is None else exact_tables(memories, named_tables(model))
@@ -158,7 +154,6 @@ def remove_ngrams(model: Any, table: KnownNgrams, removed: torch.Tensor) -> int:
 
 
 def _belongs_to(name: str, memory: str) -> bool:
-    """Return whether a tensor's name is that of an attached memory or of its tables."""
     return f".{ATTACHED}.{memory}." in name or f"{TABLES}.{memory}." in name
 
 
@@ -172,7 +167,7 @@ def texts_digest(documents: Sequence[str]) -> str:
 
 
 def digests_of(folder: Path, memories: Mapping[str, Any], tokenizer: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the SHA-256 of each memory's table in a saved model, and of what else certified texts depend on, by key."""
+    """Return SHA-256 of each memory's table in a saved model, and of what else certified texts depend on."""
     tables = {name: f"{TABLES}.{name}." for name in memories}
     own = [*tables.values(), *(f".{ATTACHED}.{name}." for name in memories)]
     config = {key: value for key, value in read_json(folder / CONFIG_FILE).items() if key not in SAVING_KEYS}
@@ -223,7 +218,7 @@ def read_certificate(folder: Path) -> dict[str, Any] | None:
 
 
 def check_certificate(certificate: Mapping[str, Any], folder: Path, tokenizer: Any) -> None:
-    """Refuse a certificate if the table, other tensors, the config or the tokenizer differ from what was certified."""
+    """Refuse a certificate if the table, other tensors, the config or the tokenizer have changed."""
     memories = certificate["memories"]
     tables, others = digests_of(folder, memories, tokenizer)
     differs = [f"the table of memory {name!r}" for name in memories if tables[name] != memories[name]["table_sha256"]]

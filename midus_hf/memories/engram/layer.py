@@ -26,11 +26,11 @@ _GATE_EPS = 1e-6
 
 @register_layer(EngramOptions)
 class EngramMemory(MemoryModule):
-    """Rows of a table by the n-grams that end at each token, gated by the hidden state (arXiv 2601.07372, section 2).
+    """Rows of the n-grams that end at each token, gated by the hidden state (arXiv 2601.07372, section 2).
 
-    The result for a token is `v + SiLU(convolution of RMSNorm(v))`, v = gate * W_v e, where e are the rows of the token side by side,
-    gate = sigmoid(sign(g) sqrt|g|), g = <RMSNorm(W_k e), RMSNorm(h)> / sqrt(D), and h the hidden state. It is zero where the rows of
-    the token and of the tokens under the convolution are zero.
+    The result for a token is `v + SiLU(convolution of RMSNorm(v))`, v = gate * W_v e, where e are the rows of the token side by
+    side, gate = sigmoid(sign(g) sqrt|g|), g = <RMSNorm(W_k e), RMSNorm(h)> / sqrt(D), and h the hidden state. It is zero where the
+    rows of the token and of the tokens under the convolution are zero.
     """
 
     forward_arguments = ("input_ids",)
@@ -52,7 +52,6 @@ class EngramMemory(MemoryModule):
         self.sparse_gradient = False
         self.dilation = options.max_order
         self.moduli = options.moduli
-        # Number of tokens before the pass that the state keeps, in addition to those that may be rolled back.
         self.numbers_before = options.max_order - 1
         self.values_before = max(0, options.kernel - 1) * self.dilation
 
@@ -65,7 +64,7 @@ class EngramMemory(MemoryModule):
         tokens: TokenPlaces | None = None,
         state: MemoryState | None = None,
     ) -> torch.Tensor:
-        """Read the rows of the n-grams that end at each token.
+        """Read the rows of the n-grams that end at each token; return what is added, `[B, T, D]`.
 
         Args:
             hidden_states: `[B, T, D]`.
@@ -73,9 +72,6 @@ class EngramMemory(MemoryModule):
             tables: `token_numbers` `[V]` and `ngrams` `[N]`, int64, where the options have them.
             tokens: Padding and documents. Default: no padding, one document per row.
             state: State of the sequence from earlier passes. Default: the sequence begins here, and no state is kept.
-
-        Returns:
-            `[B, T, D]`, to be added to the hidden states.
         """
         places, kept = tokens or TokenPlaces(), {} if state is None else state.kept
         numbers = self.numbers_of(input_ids, tables or {}, places)  # [B, T]
@@ -157,7 +153,6 @@ class EngramMemory(MemoryModule):
         return rows + torch.arange(rows.shape[-1], device=rows.device) * self.options.rows
 
     def _gated(self, hidden_states: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-        """Return the projected rows, `[B, T, D]`, scaled by the gate of the hidden states."""
         query = _normalised(hidden_states, self.query_norm_weight)
         key = _normalised(self.key_projection(read), self.key_norm_weight)
         match = (query * key).sum(-1, keepdim=True, dtype=wide_dtype(read)) / math.sqrt(hidden_states.shape[-1])
@@ -166,7 +161,7 @@ class EngramMemory(MemoryModule):
         return gate.to(read.dtype) * self.value_projection(read)
 
     def _convolved(self, values: torch.Tensor, document: torch.Tensor | None) -> torch.Tensor:
-        """Return each token's weighted sum of its value and of earlier ones of its document, from `[B, P + T, D]`, P kept ones."""
+        """Return each token's weighted sum of values of its document, from `[B, P + T, D]`, P kept ones."""
         length = values.shape[1] - self.values_before
         document = None if document is None else F.pad(document, (self.values_before, 0))
         taps = self.convolution.to(values.dtype)
@@ -183,7 +178,7 @@ class EngramMemory(MemoryModule):
     def _kept_after(
         self, kept: Mapping[str, torch.Tensor], keeping: Mapping[str, torch.Tensor], document: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """Return the state after the pass: what is kept of the last document's last tokens, and how many can be taken back."""
+        """Return the state after the pass: the last document's last tokens, and how many can be taken back."""
         numbers = keeping["numbers"]
         spare = kept["spare"] if "spare" in kept else torch.full_like(numbers[:, 0], SPARE_TOKENS)
         after = {"spare": (spare + numbers.shape[1]).clamp(max=SPARE_TOKENS)}
@@ -199,19 +194,18 @@ class EngramMemory(MemoryModule):
 
 
 def _normalised(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    """Return `RMSNorm(states)`, computed in float32 at least, in the dtype of the states."""
     wide = wide_dtype(states)
     return F.rms_norm(states.to(wide), gain.shape, gain.to(wide), _GATE_EPS).to(states.dtype)
 
 
 def _drawn(rows: torch.Tensor, limits: Sequence[int]) -> torch.Tensor:
-    """Return rows that are drawn at random, below a limit per row of a token, in the shape of `rows`."""
+    """Return rows drawn at random, below a limit per row of a token, in the shape of `rows`."""
     return torch.stack([torch.randint_like(rows[..., number], limit) for number, limit in enumerate(limits)], dim=-1)
 
 
 @register_paged_layer(EngramOptions)
 class PagedEngramMemory(EngramMemory):
-    """The memory in vLLM, whose T tokens, of several requests, are T sequences of one token, with states in rows by cache slot."""
+    """The memory in vLLM: T tokens of several requests are T sequences of one token; states by cache slot."""
 
     services = (Tables, SlotStates)  # type: ignore[assignment]
 
@@ -224,12 +218,12 @@ class PagedEngramMemory(EngramMemory):
         state: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Read rows as `EngramMemory` does, of hidden states `[1, T, D]` and ids `[1, T]`; `state` is a `SlotState`."""
+        """Read rows as `EngramMemory` does, of `[1, T, D]` and ids `[1, T]`; `state` is a `SlotState`."""
         each = hidden_states.transpose(0, 1)
         return super().forward(each, input_ids=input_ids.transpose(0, 1), tables=tables, state=state).transpose(0, 1)
 
     def _before(self, kept: Any, name: str, count: int, like: torch.Tensor) -> torch.Tensor:
-        """Keep each token's row, `[T, 1, ...]`, and return those of the tokens before it that are read."""
+        """Keep each token's row, `[T, 1, ...]`, and return those of earlier tokens that are read."""
         slots: SlotState = kept["slots"]
         return slots.earlier(name, like[:, 0], range(count, 0, -self.dilation if name == "values" else -1))
 

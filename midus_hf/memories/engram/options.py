@@ -20,8 +20,8 @@ MAX_ORDER = 3
 class EngramOptions(MemoryOptions):
     """Size and addressing of the table (Engram, arXiv 2601.07372, section 2).
 
-    A token reads the rows of the n-grams that end at the token, one or several per order, side by side: E features. Rows
-    start at zero and projections do not, so that the memory adds zero and the first step's gradients reach all rows it read.
+    A token reads the rows of the n-grams that end at it, one or several per order, side by side: E features. Rows start at zero and
+    projections do not, so that the memory adds zero and the first step's gradients reach all rows it read.
     """
 
     sites = ("beside-ffn", "behind-attention", "behind-layer")
@@ -78,7 +78,7 @@ class EngramOptions(MemoryOptions):
 
     @property
     def moduli(self) -> tuple[int, ...]:
-        """Number of rows that each hash chooses among: the largest primes up to `rows`, descending; fewer where there are fewer."""
+        """Numbers of rows that hashes choose among: the largest primes up to `rows`, descending."""
         count, primes = len(self.orders) * self.hash_heads, list[int]()
         for number in range(self.rows, 1, -1):
             if len(primes) == count:
@@ -88,10 +88,9 @@ class EngramOptions(MemoryOptions):
         return tuple(primes) if self.rows > 1 else (1,) * count
 
     def multipliers(self, index: int) -> tuple[int, ...]:
-        """Return an odd multiplier for each place of an n-gram, whose products with numbers of tokens are below 2^63.
+        """Return an odd multiplier for each place of an n-gram, whose products with tokens are below 2^63.
 
-        Args:
-            index: Index of the layer among the layers that have the memory, which hash differently.
+        `index` is the layer's among the layers that have the memory, which hash differently.
         """
         state, drawn = index, []
         for _ in range(self.max_order):

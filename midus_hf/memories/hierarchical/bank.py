@@ -24,11 +24,9 @@ from midus_hf.memories.hierarchical.options import BankLayout, level_file
 
 __all__ = ["MemoryBank"]
 
-# The number of the generic memory at every level of a path.
 GENERIC = -1
 # Level of a block, counted from 1, and its node; -1 for the generic memory.
 BlockKey = tuple[int, int]
-# Functions that return records, `[numel]`, by block.
 Records = Mapping[BlockKey, Callable[[], torch.Tensor]]
 
 DESCRIPTION_FORMAT = 4
@@ -50,7 +48,7 @@ class FetchedLevel:
 
 @dataclass(frozen=True)
 class FetchedLayer:
-    """Blocks for one layer."""
+    """A level's blocks for a layer: tensors by name, `[U, ...]`, and the block of each row, `[B]`, int64."""
 
     levels: tuple[FetchedLevel, ...]
 
@@ -106,12 +104,11 @@ class BlockReader(ABC):
         self._latest: tuple[Any, FetchedBatch] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return this bank itself: copies of a model share one bank."""
         return self
 
     @abstractmethod
     def block(self, level: int, index: int) -> torch.Tensor:
-        """Return the record of a block (level from 1, node, -1 for the generic memory), `[numel]`, on the CPU; do not modify it."""
+        """Return a block's record (level from 1; node -1: generic), `[numel]`, on the CPU; do not modify it."""
 
     def changed(self) -> None:
         """Forget the latest fetch because a block has changed."""
@@ -120,7 +117,7 @@ class BlockReader(ABC):
     def fetch(
         self, memory_ids: torch.Tensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> FetchedBatch:
-        """Fetch the blocks on paths, `[B, p]`, integers: a node for each level of the tree, or a row of -1 for the generic memory."""
+        """Fetch blocks on paths, `[B, p]`: a node per level of the tree, or a row of -1: the generic memory."""
         check_paths(memory_ids, self.layout, "memory_ids")
         paths = memory_ids.tolist()
         request = (paths, torch.device(device), dtype)
@@ -130,8 +127,7 @@ class BlockReader(ABC):
         if serves_again and latest is not None and latest[0] == request:
             return latest[1]  # generation fetches the same blocks at every token
         records, blocks = {}, {}
-        # A later pass with gradients may reuse this fetch, so its tensors must not be inference tensors. Leaving inference
-        # mode turns gradients on; the second context restores the caller's setting.
+        # A later pass with gradients may reuse this fetch. Leaving inference mode turns gradients on; the second restores them.
         with torch.inference_mode(False), torch.set_grad_enabled(wants_gradients):
             for level in self.layout.levels:
                 nodes = [path[level - 1] for path in paths]
@@ -169,7 +165,7 @@ def check_paths(paths: torch.Tensor, layout: BankLayout, name: str) -> None:
 
 
 class MappedLevel:
-    """The rows of a level's file, mapped into memory: pages that are read are cached, and shared by processes."""
+    """The rows of a level's file, mapped: pages that are read are cached, and shared by processes."""
 
     def __init__(self, path: Path, rows: int, numel: int):
         self.path = path
@@ -209,7 +205,6 @@ class MappedLevel:
 
 
 def _map_blocks(path: Path, count: int, dtype: torch.dtype, num_marks: int) -> torch.Tensor:
-    """Map the numbers of a file, which its marks follow, for reading only."""
     # Safetensors maps for torch what could be written too, which Linux refuses for a file larger than the machine's memory.
     start = path.stat().st_size - num_marks - count * dtype.itemsize
     with path.open("rb") as file, warnings.catch_warnings():
@@ -249,7 +244,7 @@ def write_level(
 
 
 class MemoryBank(BlockReader):
-    """Bank of a memory's blocks, one mapped file per level. Blocks are changed by saving the bank, which writes whole files.
+    """Bank of a memory's blocks: a mapped file per level. Saving, which changes it, writes whole files.
 
     The system caches pages of the files; only the last fetch is kept in addition.
     """
@@ -270,11 +265,10 @@ class MemoryBank(BlockReader):
         self.changed()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to open the same bank in another process."""
         return MemoryBank, (self.folder.absolute(), self.layout)
 
     def grow(self, roots: int | None, tree: str | None = None, grown_from: Collection[str] = ()) -> None:
-        """Allow paths to name nodes of a tree that has grown from the bank's: their blocks start as unwritten blocks."""
+        """Allow paths to a tree grown from the bank's; blocks of its new nodes start as unwritten blocks."""
         # A tree as large as the bank's, from which the bank's was made, has topics that were deleted since, and restores them.
         is_earlier = tree in self.description["grown_from"] and roots != self.layout.blocks.nodes(1)
         if tree not in (None, self.description["tree"]) and not is_earlier:
@@ -294,7 +288,7 @@ class MemoryBank(BlockReader):
         return self.description["tree"]
 
     def block(self, level: int, index: int) -> torch.Tensor:
-        """Return the record of a block; a block that was never written or was deleted is drawn from the bank's seed."""
+        """Return the record of a block, drawn from the bank's seed if it was never written or was deleted."""
         record = self._levels[level].row(index + 1)
         if record is not None:
             return record
@@ -340,11 +334,9 @@ class MemoryBank(BlockReader):
 
         Args:
             folder: Folder of the copy, which is created if missing.
-            trained: For each changed block, by level and node, a function that returns the new record. Default: no
-                changes.
+            trained: For each changed block, by level and node, a function that returns the new record. Default: no changes.
             tree: Fingerprint of the tree whose paths trained `trained`. Default: the tree of this bank.
-            tree_folder: Folder with the files of that tree, which are copied along. Default: this bank's folder, which
-                may have none.
+            tree_folder: Folder with that tree's files, which are copied along. Default: this bank's, which may have none.
             deleted: Level and node of further blocks to delete, only in another folder than this bank's, whose files then never
                 contain their bytes. Default: none; blocks deleted in this bank stay deleted.
         """
@@ -394,7 +386,7 @@ def save_bank(
 
 
 def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtype, seed: int) -> None:
-    """Create a bank of unwritten blocks, drawn from the seed. The bank takes a few pages on disk, and a byte per block."""
+    """Create a bank of unwritten blocks, drawn from the seed: a few pages on disk, and a byte per block."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for level in layout.levels:
@@ -404,13 +396,13 @@ def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtyp
 
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
-    """Write the description of a bank into the bank's folder. It marks the bank as complete, so it is written last."""
+    """Write a bank's description, which marks the bank as complete, and is written last."""
     with atomic_write(folder / BANK_DESCRIPTION) as partial:
         partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
-    """Read the description of a bank, and check that the bank belongs to the model whose config implies `layout`."""
+    """Read a bank's description, and check that it belongs to the model whose config implies `layout`."""
     path = folder / BANK_DESCRIPTION
     try:
         description = parse_json(path.read_text(encoding="utf-8"))

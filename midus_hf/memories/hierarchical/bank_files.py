@@ -1,4 +1,4 @@
-"""The bank of blocks of a checkpoint, without torch: one folder per memory, with the blocks that texts fetch."""
+"""The bank of blocks of a checkpoint, without torch: one folder per memory."""
 
 import hashlib
 from collections.abc import Collection
@@ -15,7 +15,7 @@ _LEVELS = ("level-[0-9].safetensors", "level-[0-9][0-9].safetensors")
 
 @register_memory_files(HierarchicalOptions)
 class BlockFiles(MemoryFiles):
-    """Bank of blocks, in files of levels and a description; with the tree whose paths trained it, if there is one."""
+    """Bank of blocks: files of levels, a description, and the tree whose paths trained it, if any."""
 
     files = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, *_LEVELS))
 
@@ -28,7 +28,7 @@ class BlockFiles(MemoryFiles):
         return checkpoint / BANKS_FOLDER / self.entry.name
 
     def create(self, folder: Path, dtype: str, seed: int) -> None:
-        """Create unwritten blocks. Each memory derives a different seed from `seed`, or two would start with equal values."""
+        """Create unwritten blocks, by a seed derived for each memory: two must not start with equal values."""
         import torch
 
         from midus_hf.memories.hierarchical.bank import create_bank
@@ -44,7 +44,7 @@ class BlockFiles(MemoryFiles):
         tree: Any = None,
         tree_folder: Path | None = None,
     ) -> None:
-        """Copy all blocks except those deleted, given by level and node; unwritten blocks take no space in the copy.
+        """Copy all blocks except those deleted, given by level and node; unwritten blocks take no space.
 
         With `tree`, a `ClusterTree`, and its folder, the bank gets this tree. Default: it keeps its own.
         """

@@ -16,7 +16,6 @@ from midus_hf.memories.hosting.service import BankService, HostStack
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import Memories
 
-# Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that were fetched before.
 IDS, BLOCKS = "memory_ids", "memory_blocks"
 
 
@@ -25,11 +24,8 @@ class Banks:
 
     def __init__(self, layouts: Mapping[str, BankLayout]):
         self.layouts = dict(layouts)
-        # Open banks, which training replaces by banks whose blocks train.
         self.opened: dict[str, Any] = {}
-        # Whether a Trainer trains the blocks of the banks; set by `set_trainable`.
         self.trainable = False
-        # Fingerprint of the tree whose paths train the blocks, and the folder with its files, if known.
         self.tree: tuple[str | None, Path | None] = (None, None)
 
     def open(self, folder: str | os.PathLike) -> None:
@@ -52,7 +48,7 @@ class Banks:
     def fetch(
         self, memory_ids: torch.Tensor | None, batch: int, device: torch.device, dtype: torch.dtype
     ) -> dict[str, FetchedBatch]:
-        """Fetch the blocks of a batch's rows, by the memory's name. Without ids, only memories with generic blocks fetch blocks."""
+        """Fetch the blocks of a batch's rows, by memory; without ids only generic blocks, where there are any."""
         if memory_ids is not None and len(memory_ids) != batch:
             raise RequestError(
                 f"memory_ids has {len(memory_ids)} rows; expected {batch}, one for each text of the batch."
@@ -103,11 +99,10 @@ class BlockService(BankService):
 
     @staticmethod
     def layer_arguments(value: Any, name: str, layer: int) -> Keywords:
-        """Return the blocks of the layer."""
         return {"fetched": value[name].blocks_for(layer)}
 
     def check_continuous_batching(self, arguments: Keywords) -> None:
-        """Refuse paths or blocks: all tokens of a row fetch the same blocks, but they belong to several requests."""
+        """Refuse paths or blocks: tokens of a row fetch the same blocks, but belong to several requests."""
         for name in (IDS, BLOCKS):
             if arguments.get(name) is not None:
                 raise RequestError(
@@ -116,7 +111,7 @@ class BlockService(BankService):
                 )
 
     def open_bank(self, folder: Path | None, arguments: Keywords) -> None:
-        """Open the banks of all memories, or raise a `RequestError`; if they are not available, they may be opened later."""
+        """Open the banks of all memories, or raise a `RequestError`; if absent, they may be opened later."""
         if folder is not None:
             self.banks.open(folder)
 
@@ -140,10 +135,9 @@ def check_tree(
     roots: int | None = None,
     grown_from: Collection[str] = (),
 ) -> None:
-    """Refuse a tree, by its fingerprint, if an open bank was trained with another, unless one was grown from the other.
+    """Refuse a tree, by fingerprint, if a bank was trained with another, unless one grew from the other.
 
-    So is a tree whose levels and branching, `shape`, are not those of the banks. Paths may name the nodes of a tree that was grown
-    from the bank's from then on.
+    `shape`, levels and branching, must be that of the banks. Paths may then name the nodes of a tree that grew from the bank's.
     """
     for name, layout in banks.layouts.items():
         needed = (layout.num_levels, layout.blocks.branching)

@@ -1,4 +1,4 @@
-"""Memories whose parameters texts fetch: hidden units, low-rank factors, keys and values (hierarchical memories, section 2.2)."""
+"""Memories that compute with fetched parameters: hidden units, factors, keys and values (section 2.2)."""
 
 from typing import ClassVar
 
@@ -24,7 +24,7 @@ from midus_hf.ops.block_linear.op import block_linear
 
 
 class FetchingMemory(MemoryModule):
-    """A memory that has no parameters in the model and computes with the blocks that the texts of the pass fetched."""
+    """A memory without parameters in the model; it computes with the blocks that the texts fetched."""
 
     services = (BlockService,)
     options: HierarchicalOptions
@@ -41,7 +41,7 @@ class HierFFN(FetchingMemory):
         self.activation = ACT2FN[sizes.activation]
 
     def forward(self, hidden_states: torch.Tensor, *, fetched: FetchedLayer) -> torch.Tensor:
-        """Return the output of the added units, `W_down (act(W_gate x) * W_up x)`, `[B, T, D]`, summed over levels.
+        """Return the added units' output, `W_down (act(W_gate x) * W_up x)`, `[B, T, D]`, summed over levels.
 
         Blocks are `gate`, `up` `[U, r, D]` and `down` `[U, D, r]`.
         """
@@ -64,7 +64,7 @@ class HierLora(FetchingMemory):
     def forward(
         self, read: torch.Tensor, output: torch.Tensor, *, projection: str, fetched: FetchedLayer
     ) -> torch.Tensor:
-        """Return the output of a projection with the factors added, `W x + alpha * sum_l B_l A_l x`, `[B, T, o]`.
+        """Return a projection's output with the factors added, `W x + alpha * sum_l B_l A_l x`, `[B, T, o]`.
 
         For x `[B, T, i]` and W x, blocks of the projection's role are `{role}_down` `[U, r, i]`, A, and `{role}_up` `[U, o, r]`, B.
         """
@@ -118,7 +118,7 @@ class HierKV(FetchingMemory):
         softcap: float | None = None,
         fetched: FetchedLayer,
     ) -> torch.Tensor:
-        """Return the output of the heads plus their attention to the fetched keys and values of all levels, without a mask.
+        """Return the heads' output plus their attention, without a mask, to fetched keys and values.
 
         Args:
             query: Rotated queries; like `key` and `value`, not used.

@@ -1,4 +1,4 @@
-"""Hierarchical memories: parameters that a text fetches from a bank, one block per level of a tree of topics (section 2)."""
+"""Hierarchical memories: parameters fetched from a bank, by levels of a tree of topics (section 2)."""
 
 import math
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class FetchedBlocks:
     )
 
     def nodes(self, level: int) -> int:
-        """Return the number of nodes of a level, counted from 1. Each node has a block, unless the level has no blocks."""
+        """Return the number of nodes of a level, counted from 1; each has a block, if the level has blocks."""
         return (self.roots or self.branching) * self.branching ** (level - 1)
 
     def path(self, leaf: int) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ class FetchedBlocks:
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """Position of a tensor in the record of a block: its layer and name, and the number of elements before it."""
+    """Position of a tensor in a block's record: layer, name, and the number of elements before it."""
 
     layer: int
     name: str
@@ -62,14 +62,13 @@ class BlockPlace:
 class BankLayout:
     """Layout of a memory's bank in files: one record per block, with the tensors of all layers.
 
-    The first record of each level is one more block, of the generic memory, which a text without block ids can read (section 4).
+    The first record of each level is a block of the generic memory, which a text without block ids can read (section 4).
     """
 
     memory_type: str
     layers: tuple[int, ...]  # indices of the layers that have the memory, ascending
     blocks: FetchedBlocks  # of each layer
     base: str | None = None  # SHA-256 of the weights that the model was upscaled from, if known
-    # The levels that have blocks, counted from 1.
     levels: list[int] = field(init=False, repr=False, compare=False)
     # Positions of the tensors in a record, layer by layer, for each level that has blocks.
     records: dict[int, tuple[BlockPlace, ...]] = field(init=False, repr=False, compare=False)
@@ -87,7 +86,7 @@ class BankLayout:
         return tuple(places)
 
     def with_roots(self, roots: int | None) -> "BankLayout":
-        """Return the layout for a tree that has grown to `roots` nodes of the first level; None for one that has not."""
+        """Return the layout for a tree that has grown to `roots` nodes of the first level; None: not grown."""
         return replace(self, blocks=replace(self.blocks, roots=roots))
 
     @property
@@ -205,7 +204,7 @@ class HierarchicalOptions(MemoryOptions):
 @register_memory("hier-ffn")
 @dataclass(kw_only=True)
 class HierFFNOptions(HierarchicalOptions):
-    """FFN memories: r more hidden units of the gated feed-forward network, `3 * r * D` parameters per layer (figure 18)."""
+    """FFN memories: r more units of the gated network, `3 * r * D` parameters per layer (figure 18)."""
 
     sites = ("beside-ffn",)
 
@@ -219,9 +218,8 @@ class HierFFNOptions(HierarchicalOptions):
 
 @dataclass(kw_only=True)
 class HierLoraOptions(HierarchicalOptions):
-    """LoRA memories: `alpha * B A x` is added to a projection's output, with A of rank r and B zero at the start (appendix I)."""
+    """LoRA memories: `alpha * B A x` is added to a projection, A of rank r, B zero at first (appendix I)."""
 
-    #: Roles of the projections.
     roles: ClassVar[tuple[str, ...]] = ()
 
     alpha: float = option(2.0, "number by which the product of both factors is multiplied")
@@ -235,7 +233,6 @@ class HierLoraOptions(HierarchicalOptions):
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
         tensors: dict[str, DeclaredTensor] = {}
         for name, (inputs, outputs) in self.layer_projections(sizes).items():
-            # Kaiming's uniform distribution with a = sqrt(5), like the first factor in LoRA.
             tensors[f"{name}_down"] = DeclaredTensor((size, inputs), "key", Uniform(inputs**-0.5))
             tensors[f"{name}_up"] = DeclaredTensor((outputs, size), "value", ZEROS)
         return tensors
@@ -276,9 +273,9 @@ class HierLoraFFNOptions(HierLoraOptions):
 @register_memory("hier-kv")
 @dataclass(kw_only=True)
 class HierKVOptions(HierarchicalOptions):
-    """KV memories: every head also attends to r keys and values, without positions and without a causal mask (figure 17).
+    """KV memories: every head also attends to r keys and values, without positions or a mask (figure 17).
 
-    The memory has K heads, as many as the model has key/value heads, so `2 * r * K * d` parameters per layer.
+    They have the model's K key/value heads, so `2 * r * K * d` parameters per layer.
     """
 
     sites = ("inside-attention",)

@@ -1,4 +1,4 @@
-"""Training of blocks that texts fetch from a bank: blocks are not parameters of the model, and are updated when fetched."""
+"""Training of blocks that texts fetch from a bank: not parameters of the model, updated when fetched."""
 
 import hashlib
 import inspect
@@ -55,16 +55,12 @@ class TrainedBank(BlockReader):
     def __init__(self, bank: MemoryBank):
         super().__init__(bank.layout)
         self.bank = bank
-        # Fingerprint of the tree whose paths train the blocks, None if unknown; and the folder with its files, which are saved with
-        # the bank, None for the bank's own folder, which may have none.
+        # By fingerprint, None if unknown; the folder of its files, saved with the bank, is None for the bank's own.
         self.tree, self.tree_folder = bank.tree, None  # type: str | None, Path | None
-        # The mapped states of each level, `[rows, 3, numel]`.
         self._states: dict[int, torch.Tensor] = {}
         self._files: dict[int, BinaryIO] = {}
         self._has_room: set[BlockKey] = set()
-        # Number of updates of each updated block.
         self._steps: dict[BlockKey, int] = {}
-        # Leaf tensors that accumulate gradients, for the blocks that were fetched since the last step.
         self._leaves: dict[BlockKey, torch.Tensor] = {}
 
     @property
@@ -78,7 +74,7 @@ class TrainedBank(BlockReader):
         return self.bank.dtype
 
     def block(self, level: int, index: int) -> torch.Tensor:
-        """Return the record of a block; with gradients enabled, the block's float32 values, which accumulate gradients."""
+        """Return a block's record; with gradients enabled, its float32 values, which accumulate gradients."""
         key = (level, index)
         if torch.is_grad_enabled():
             return self._leaf(key)
@@ -89,7 +85,7 @@ class TrainedBank(BlockReader):
         return [self._leaves[key] for key in sorted(self._leaves) if self._leaves[key].grad is not None]
 
     def average_gradients(self) -> None:
-        """Average gradients over all processes, for every block that any process fetched. All processes must call this."""
+        """Average gradients of every fetched block over all processes, which must all call this."""
         with_gradients = sorted(key for key, leaf in self._leaves.items() if leaf.grad is not None)
         all_keys: list[list[BlockKey]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(all_keys, with_gradients)
@@ -101,7 +97,7 @@ class TrainedBank(BlockReader):
             leaf.grad /= dist.get_world_size()
 
     def step(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-        """Update each block that has a gradient, as `torch.optim.AdamW` would if it saw only the steps that fetched the block."""
+        """Update each block with a gradient as `torch.optim.AdamW` would if it saw only steps that fetched it."""
         for key, leaf in self._leaves.items():
             if leaf.grad is None:
                 continue
@@ -112,7 +108,7 @@ class TrainedBank(BlockReader):
         self.changed()
 
     def named_values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name of each updated block for messages, such as "block 5 of level 2", and its values, `[numel]`."""
+        """Yield the name of each updated block, "block 5 of level 2", and its values, `[numel]`."""
         for level, index in self.touched():
             yield f"block {'generic' if index < 0 else index} of level {level}", self._values((level, index))
 
@@ -133,7 +129,7 @@ class TrainedBank(BlockReader):
         self.bank.save(folder, trained, self.tree, self.tree_folder)
 
     def save_state(self, folder: Path) -> None:
-        """Write the values, moments and numbers of steps of every updated block, for `load_state`: a file per level."""
+        """Write values, moments and numbers of steps of updated blocks, for `load_state`: a file per level."""
         folder.mkdir(parents=True, exist_ok=True)
         for level in self.layout.levels:
             keys = [key for key in self.touched() if key[0] == level]
@@ -166,7 +162,6 @@ class TrainedBank(BlockReader):
             ) from None
 
     def _leaf(self, key: BlockKey) -> torch.Tensor:
-        """Return the leaf of a block, which shares the memory of its mapped values."""
         if key not in self._leaves:
             with torch.inference_mode(False), torch.no_grad():
                 if key not in self._steps:
@@ -180,7 +175,6 @@ class TrainedBank(BlockReader):
         return self._state(key)[_MASTER]
 
     def _state(self, key: BlockKey) -> torch.Tensor:
-        """Return the mapped state of a block, `[3, numel]`."""
         level, index = key
         size = 3 * 4 * self.layout.record_numel(level)
         if level not in self._states:
@@ -200,11 +194,11 @@ class TrainedBank(BlockReader):
 
 
 class BlockTrainer:
-    """Training of fetched blocks, for any kind of Trainer: blocks get gradients and separate AdamW moments.
+    """Training of fetched blocks, for any Trainer: blocks get gradients and separate AdamW moments.
 
-    Processes average gradients before a step, so that blocks that only some of them fetched stay equal in all. A share of the
-    sequences, `generic_share`, fetches the blocks of the generic memory (section 4), by the seed and the index of a sequence in the
-    run: the choice differs between epochs, and is the same when a run is resumed.
+    Processes average gradients before a step, so that blocks that only some of them fetched stay equal in all. A share of
+    sequences, `generic_share`, fetches the generic memory (section 4), drawn by the seed and a sequence's index in the run: the
+    choice differs between epochs, and is the same when a run is resumed.
     """
 
     def __init__(self, trainer: Any, generic_share: float = 0.0):
@@ -248,7 +242,7 @@ class BlockTrainer:
             inputs[IDS] = paths.masked_fill(is_generic[:, None].to(paths.device), GENERIC)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update blocks at every step of the optimizer, with the rate and the decay of the optimizer's group of blocks."""
+        """Update blocks at every step of the optimizer, with the rate and decay of its group of blocks."""
         if self.banks:
             optimizer.register_step_pre_hook(lambda *_: self.average_gradients())
             optimizer.register_step_post_hook(self._step)
@@ -295,14 +289,14 @@ def train_blocks(banks: Banks) -> dict[str, TrainedBank]:
 
 
 def growth_of(folder: Path | None) -> dict[str, Any]:
-    """Return `roots`, the nodes of the first level, and `grown_from`, the earlier fingerprints, of the tree in a folder, if any."""
+    """Return `roots`, nodes of the first level, and `grown_from`, fingerprints, of the tree in a folder."""
     path = None if folder is None else folder / TREE_FILES[1]
     record = {} if path is None or not path.is_file() else read_json(path)
     return {"roots": record.get("roots"), "grown_from": tuple(record.get("grown_from", ()))}
 
 
 def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tensor:
-    """Draw which of consecutive sequences of a run, from index `first`, fetch the generic memory, `[count]`, bool."""
+    """Draw which sequences of a run, from index `first`, fetch the generic memory, `[count]`, bool."""
     drawn = [np.random.default_rng([seed, number]).random() < share for number in range(first, first + count)]
     return torch.tensor(drawn, dtype=torch.bool)
 

@@ -16,7 +16,6 @@ from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.ops.moda.op import sequence_lse
 from midus_hf.ops.moda.reference import sequence_weights
 
-# Cosines and sines of a pass, the argument `position_embeddings` of layers.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 # Output of the heads, `[B, T, H, d]`, and attention weights if they are known; and the function that makes them.
 HeadsOutput = tuple[torch.Tensor, torch.Tensor | None]
@@ -30,8 +29,8 @@ Attention = Any
 class AttentionHost:
     """Stands for the config of an attention whose heads memories read.
 
-    A family looks its attention function up in the config of the module, and finds one here that runs the function that the model's
-    config names, with the changes of memories around it. Anything else is read from the model's config.
+    A family looks its attention function up in the config of the module; the one here runs the function that the model's config
+    names, with the changes of memories around it. Anything else is read from the model's config.
 
     Args:
         attention: The attention, which gets this in place of its config.
@@ -41,7 +40,6 @@ class AttentionHost:
     def __init__(self, attention: Any, rotates: bool):
         self.config: PreTrainedConfig = attention.config
         self.rotates = rotates
-        # Name of the module of the family's code.
         self.modeling = type(attention).__module__
         # Sites whose memories change the heads, in their order: each has a method `attend`, as `AttentionHeads` has.
         self.changes: list[Any] = []
@@ -120,11 +118,7 @@ def rotated(attention: Attention, heads: torch.Tensor, rotation: Rotation | None
 
 
 def unrotated(attention: Attention, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """Undo the rotation of queries or keys `[B, H, T, d]`, and scaling by rotary embeddings.
-
-    Raises:
-        RequestError: If the family rotates by complex numbers, as Llama 4 does.
-    """
+    """Undo the rotation and scaling of queries or keys `[B, H, T, d]`; refuse rotation by complex numbers."""
     if rotation is None or not attention.config.rotates:
         return heads
     if not isinstance(rotation, tuple):
@@ -152,8 +146,7 @@ _LSE_IMPLEMENTATIONS = (*_MASKS_TELL, "flex_attention")
 def require_log_sum_exp(implementation: str | None) -> None:
     """Refuse an attention implementation without a log-sum-exp of its softmax on any device.
 
-    That is FlashAttention 2 and 3 of transformers, paged attention, vLLM's and SGLang's, and any registered by a user. With None,
-    transformers chooses a supported one.
+    With None, transformers chooses a supported one.
     """
     if implementation is not None and implementation not in _LSE_IMPLEMENTATIONS:
         raise _lse_error(implementation)
@@ -194,10 +187,10 @@ class SequenceHeads:
         return self.arguments.get("softcap")
 
     def with_log_sum(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Attend, and compute the log-sum-exp of the scores, or refuse an implementation that does not tell it.
+        """Attend, and compute the log-sum-exp of the scores, or refuse an implementation without it.
 
-        Return the output `[B, T, H, d]`, attention weights to the sequence `[B, H, T, S]` if the implementation returns them, and the
-        log-sum-exp `[B, H, T]`, float32 at least.
+        Return the output `[B, T, H, d]`, attention weights `[B, H, T, S]` if known, and the log-sum-exp `[B, H, T]`, float32 at
+        least.
         """
         require_log_sum_exp(self.implementation)
         output, extra = self.attend_to_sequence()  # weights, or the log-sum-exp of flex_attention
@@ -212,12 +205,9 @@ class SequenceHeads:
         return self.attention_function(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
 
     def attend_with_extra_keys(self, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> HeadsOutput:
-        """Attend with one query per row, which has no mask, to extra keys and values too, in one softmax.
+        """Attend with one query per row, without a mask, to extra keys and values too, in one softmax.
 
-        Args:
-            key: `[B, K, S', d]`, rotated.
-            value: `[B, K, S', d]`.
-            bias: `[B, 1, S']`, number added to their scores; None for 0.
+        `key`, rotated, and `value` are `[B, K, S', d]`; `bias` `[B, 1, S']` is added to their scores, None for 0.
         """
         key, value = torch.cat([key, self.key], 2), torch.cat([value, self.value], 2)
         if bias is None:
@@ -232,21 +222,13 @@ class SequenceHeads:
         return self.attention_function(self.module, self.query, key, value, mask, **self.arguments)
 
     def log_sum(self) -> torch.Tensor:
-        """Return the log-sum-exp of scores without dropout, `[B, H, T]`, float32 at least, for inspection.
-
-        Raises:
-            RequestError: If the implementation does not give it.
-        """
+        """Return the log-sum-exp of scores without dropout, `[B, H, T]`, float32 at least, for inspection."""
         if self.implementation in _MASKS_TELL:
             return sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, self.softcap)
         return self._returned_lse(self.attend_to_sequence()[1] if self.implementation == "flex_attention" else None)
 
     def shares(self, head: int) -> torch.Tensor:
-        """Return a head's softmax weights over the sequence, `[B, T, S]`, for inspection.
-
-        Raises:
-            RequestError: If the implementation's masks do not tell which keys each query reads.
-        """
+        """Return a head's softmax weights over the sequence, `[B, T, S]`, for inspection, or refuse."""
         if self.implementation not in _MASKS_TELL:
             raise RequestError(
                 f"attention {self.implementation!r} has masks that do not say what each query reads; expected attn_implementation "

@@ -36,7 +36,6 @@ class LayerCall:
 
     layer_input: torch.Tensor  # [B, T, D]
     memory_inputs: MemoryInputs
-    # Tensors from earlier layers, and those that the layer adds for later layers.
     carried: dict[CarriedKey, torch.Tensor | None]
     rotation: Any  # cosines and sines of the pass at this layer, or None
     # Noted by sites that need them: the input of attention, `[B, T, D]`, and its own keys and values, `[B, K, T, d]`.
@@ -60,22 +59,18 @@ _NO_INPUTS = MemoryInputs()
 class HostLayer(LayerNames):
     """Mixin that turns a family's decoder layer into a layer with memories at its sites.
 
-    A layer of the family is taken over, so parts keep their names and class, and masks, caches, checkpointing and output capture
-    treat it as any other layer. The forward is the family's own; memories act in it by hooks on the layer's parts (`Site`), which
-    read what the forward sets for the length of the call: checkpointing reruns only this forward.
+    The layer keeps its parts' names and class, so masks, caches, checkpointing and output capture treat it as any other. The
+    forward is the family's own; memories act in it by hooks on its parts (`Site`), which read what the forward sets for the length
+    of the call: checkpointing reruns only this forward.
     """
 
     attention_class: ClassVar[type[nn.Module] | None] = None
     mlp_class: ClassVar[type[nn.Module] | None] = None
-    # Roles of the projections whose rows a linear module stacks, by the class of the part and the name of the module.
     stacked: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    # Whether some layers of the type do not rotate queries and keys.
     some_do_not_rotate: ClassVar[bool] = False
-    # Whether the residual stream after the mixer is the sum of the layer's input and the mixer's output.
     adds_mixer: ClassVar[bool] = True
 
     calls: LayerCalls
-    # Tensors that the layer reads from earlier layers, and those that it computes for later layers.
     layer_inputs: tuple[CarriedKey, ...] = ()
     layer_outputs: tuple[CarriedKey, ...] = ()
     memories: nn.ModuleDict
@@ -86,11 +81,7 @@ class HostLayer(LayerNames):
     attached: list["Site"]
 
     def host(self, config: PreTrainedConfig, layer_idx: int, memories: Memories) -> None:
-        """Build the memories attached to a layer of the family, whose class has just become this one.
-
-        Raises:
-            MissingPartError: If the layer lacks the part at which a memory is to be attached.
-        """
+        """Build the memories attached to a layer of the family, or raise a `MissingPartError`."""
         self.layer_idx, self.calls = layer_idx, LayerCalls()
         entries, sizes = memories.attached_to(layer_idx), memories.sizes.at(layer_idx)
         attention = config._attn_implementation
@@ -118,10 +109,7 @@ class HostLayer(LayerNames):
     def __call__(
         self, hidden_states: torch.Tensor, *args: object, memory_inputs: MemoryInputs | None = None, **kwargs: object
     ) -> PartOutput:
-        """Call the layer with tensors from earlier layers as inputs, and those for later ones as outputs.
-
-        So both kinds of activation checkpointing treat these tensors as hidden states.
-        """
+        """Carry tensors of other layers as inputs and outputs: checkpointing treats them as hidden states."""
         call = super().__call__
         if not self.layer_inputs and not self.layer_outputs:
             return call(hidden_states, *args, memory_inputs=memory_inputs, **kwargs)
@@ -133,11 +121,7 @@ class HostLayer(LayerNames):
 
     @property
     def call(self) -> LayerCall:
-        """The call of the forward that runs now in this thread.
-
-        Raises:
-            RequestError: If none runs: a part of the layer was called on its own.
-        """
+        """The call of the forward that runs now in this thread; a `RequestError` if none does."""
         call = self.calls.current
         if call is None:
             raise RequestError(
@@ -157,10 +141,7 @@ class HostLayer(LayerNames):
         return getattr(self, self.feed_forward_name or "", None)
 
     def projection(self, part_name: str, role: str) -> tuple[str, tuple[tuple[str, int], ...]]:
-        """Return the name of a part's module with a role's projection, and roles and rows of that module.
-
-        The rows of a single projection are not counted.
-        """
+        """Return the name of the module with a role's projection, and roles and rows of stacked projections."""
         part = getattr(self, part_name)
         for path, roles in self.stacked.items():
             part_class, name = path.split(".")
@@ -233,13 +214,7 @@ _REGISTERING = CopiedLock()
 
 
 class Site:
-    """Memories at a site of one layer, which change what its parts compute, by forward hooks.
-
-    Hooks read `layer.call`, the call of the layer's forward that runs in this thread.
-
-    Args:
-        layer: The host layer, whose memories are built.
-    """
+    """Memories at a site of one layer, which change what its parts compute; hooks read `layer.call`."""
 
     #: The site, as entries of a config name it.
     name: ClassVar[str]
@@ -265,10 +240,7 @@ class Site:
         self._hooks[path] = hook, before
 
     def attach(self) -> None:
-        """Register each hook, unless the module at its path, or one that this wraps, has it.
-
-        Quantisation replaces linear layers, vLLM also norms, and an adapter wraps what it changes.
-        """
+        """Register each hook, unless the module at its path, or one that it wraps, has it."""
         for path, (hook, before) in self._hooks.items():
             part: nn.Module = self.layer
             for name in path.split("."):
@@ -332,21 +304,15 @@ def without_memories(layers: Iterable[Any], names: Collection[str]) -> Iterator[
 class MemoryBlock(LayerNames):
     """Mixin for a MIDUS block, `M(x) = x + Mem(Attn'(LN(x)))` (equations 7 and 18), of a family's layer.
 
-    The family's layer is built first, so masks, caches, checkpointing and output capture treat the block as any other layer. The
-    block then drops the feed-forward network, every norm except the one before attention, and, unless the memory wants them,
+    The block drops the layer's feed-forward network, every norm except the one before attention, and, unless the memory wants them,
     attention's output projection and output norm. The memory's output is added directly to the residual stream: an output norm
     (Gemma) would give a zero output a gradient of 1 / sqrt(eps).
     """
 
-    # Class of the attention whose heads a memory can read; None if the family's layers have none.
     block_attention: ClassVar[type[nn.Module] | None] = None
 
     def host(self, config: PreTrainedConfig, layer_idx: int, memories: Memories) -> None:
-        """Drop what the block does not need of a layer of the family, and build its memory.
-
-        Raises:
-            MissingPartError: If the layer has no attention whose heads a memory can read.
-        """
+        """Drop what the block does not need, and build its memory; a `MissingPartError` without known heads."""
         self.layer_idx, entry = layer_idx, memories.inserted[layer_idx]
         options = entry.options
         assert isinstance(options, InsertedOptions)
@@ -380,9 +346,7 @@ class MemoryBlock(LayerNames):
     ) -> torch.Tensor:
         """Return the residual stream `[B, T, D]` after this layer. Arguments are the family layer's.
 
-        Args:
-            args: Inputs of parts that the block dropped, such as the per-layer embeddings of Gemma 4; not used.
-            memory_inputs: Inputs of the pass for memories. Default: none.
+        `args` are inputs of parts that the block dropped, such as the per-layer embeddings of Gemma 4; not used.
         """
         norm = None if self.attention_norm is None else getattr(self, self.attention_norm)
         attention_output, _ = getattr(self, self.attention_name)(
@@ -408,5 +372,4 @@ class _NoProjection:
         self.weight = torch.empty(0)  # some families draw the weight themselves, from a normal distribution
 
     def __call__(self, heads_output: torch.Tensor, *_: object) -> torch.Tensor:
-        """Return the outputs of the heads unchanged; some families pass the index of the layer too."""
         return heads_output

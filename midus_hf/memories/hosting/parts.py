@@ -27,8 +27,7 @@ CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "
 def named_cache(cache: object, past_key_values: Cache | None, *, stacklevel: int = 5) -> Keywords:
     """Return the keyword arguments that pass the cache, given under either name, to a family's forward.
 
-    Warns of the older name where the family does. Before Transformers 5.24, continuous batching passes its own kind of cache as
-    `cache` in addition to `past_key_values`.
+    Before Transformers 5.24, continuous batching passes its own kind of cache as `cache` in addition to `past_key_values`.
     """
     if CACHE == "cache" and past_key_values is not None and not torch.compiler.is_compiling():
         ignored = "" if cache is None else ", and ignored beside `cache`"
@@ -56,10 +55,8 @@ PROJECTIONS = {
     "down": ("down_proj", "w2", "c_proj", "fc2", "output_linear", "dense_4h_to_h", "Wo"),
 }
 
-#: Names of linear modules that stack the rows of the query, key and value projections.
 STACKED = ("qkv_proj", "query_key_value")
 
-#: Names of the norms of keys.
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
 
 
@@ -119,13 +116,10 @@ class FamilyMixin(nn.Module):
 class LayerNames(FamilyMixin):
     """Mixin for a family's layers that holds the names of parts. The defaults are Llama's."""
 
-    # The feed-forward network, dense or of experts; None if the layers have none.
     feed_forward_name: ClassVar[str | None] = "mlp"
-    # The norms before attention, after its output projection, and after the feed-forward network; None if the family has none.
     attention_norm: ClassVar[str | None] = "input_layernorm"
     attention_output_norm: ClassVar[str | None] = None
     mlp_output_norm: ClassVar[str | None] = None
-    # Children that mix tokens; a layer has one of them.
     mixer_names: ClassVar[tuple[str, ...]] = ("self_attn",)
 
     @property
@@ -136,7 +130,7 @@ class LayerNames(FamilyMixin):
 
 @dataclasses.dataclass(frozen=True)
 class TokenPlaces:
-    """Padding and documents among the tokens of a forward pass; by default there is no padding, and one document per row."""
+    """Padding and documents in a pass. Default: no padding, one document per row."""
 
     real: torch.Tensor | None = None  # [B, T], bool, false for padding
     starts: torch.Tensor | None = None  # [B, T], bool, true if a document begins here after another one of the row
@@ -158,9 +152,9 @@ def token_places(
 
     Args:
         token_mask: `[B, S]`, S >= T, zero for padding; the last T columns are this pass's. Or a mask between pairs of tokens,
-            `[B, 1, T, T]`, in which padding is hidden from itself; of several masks by name, the first is used. None: no padding.
+            `[B, 1, T, T]`, in which padding is hidden from itself; of several by name, the first is used. None: no padding.
         position_ids: `[B, T]`, positions that the model was called with, or None.
-        num_tokens: T, number of tokens of the pass.
+        num_tokens: T.
         may_hold_documents: Whether a position of zero begins a document, as it does without a mask and without a cache.
     """
     real = starts = None
@@ -184,7 +178,7 @@ def token_places(
 
 
 class CarriedKey(NamedTuple):
-    """Key of a tensor that a memory in one layer of a pass gives to later layers; `part` distinguishes several of a layer."""
+    """Key of a tensor for later layers; `part` distinguishes several of a memory in one layer."""
 
     name: str
     layer: int
@@ -203,13 +197,12 @@ class MemoryInputs:
 
     def __init__(self, values: Mapping[str, Any] | None = None, arguments: Mapping[str, object] | None = None):
         self._values, self._arguments = values or {}, arguments or {}
-        # Tensors that layers gave to later layers.
         self.carried: dict[CarriedKey, torch.Tensor | None] = {}
 
     def arguments_for(self, memory_class: type[MemoryModule], name: str, layer: int) -> Keywords:
         """Return a memory's keyword arguments: passed `forward_arguments`, and what its services give.
 
-        The class is that of the memory's module, which PEFT may have wrapped since; the name of an inserted memory is empty.
+        The class is the module's, which PEFT may have wrapped since; an inserted memory's name is empty.
         """
         inputs = {key: self._arguments[key] for key in memory_class.forward_arguments if key in self._arguments}
         for service in memory_class.services:
@@ -230,14 +223,13 @@ class MemoryInputs:
 
 
 def _moved(value: object, device: Any, non_blocking: bool) -> Any:
-    """Return tensors, or objects that hold tensors, on another device; anything else as it is."""
     if isinstance(value, Mapping):
         return {key: _moved(inner, device, non_blocking) for key, inner in value.items()}
     return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
 
 
 def arguments_of_pass(names: set[str], arguments: Keywords, own: Keywords) -> Keywords:
-    """Return the arguments `names` of a model's forward, of the family's or our `own`; refuse embeddings alone for `input_ids`."""
+    """Return the arguments `names` of a forward, the family's or our `own`; refuse lone embeddings."""
     values = {name: arguments.get(name, own.get(name)) for name in names}
     if "input_ids" in values and values["input_ids"] is None:
         values["input_ids"] = own["token_ids"]

@@ -24,15 +24,13 @@ from midus_hf.memories.registry import Memories
 
 # Memories by their name, empty for an inserted one, and the index of their layer.
 Hosted = Mapping[tuple[str, int], MemoryModule]
-# Tables by name, for each memory and layer.
 LayerTables = dict[tuple[str, int], dict[str, torch.Tensor]]
 
 
 class Service:
-    """What a model makes for its memories in every pass, and does for them around passes.
+    """What a model makes for its memories in every pass, and does around passes; keeps nothing of a pass.
 
-    A layer of a memory names the classes of the services that it needs, and the stack of layers makes one object of each. A service
-    keeps nothing of a pass.
+    A layer of a memory names the classes of the services that it needs; the stack of layers makes one object of each.
 
     Args:
         model: The stack of layers, whose memories are built.
@@ -102,11 +100,9 @@ class HostStack(nn.Module):
     dtype: torch.dtype
     layers: Sequence[HostLayer]
     memory_tables: Any
-    #: Names of the arguments of the forward that memories take.
     memory_input_names: set[str]
     #: Services that the memories need, by key; not typed, so that code of checkpoints without services needs none.
     services: dict[str, Any]
-    #: What `banks` of a model returns.
     own_banks: Any = None
 
 
@@ -129,7 +125,6 @@ class Tables(Service):
             model.memory_tables = nn.ModuleDict(modules)
 
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> LayerTables:
-        """Return the tables of each memory and layer."""
         tables: LayerTables = {}
         for name, number_of_layer in self.number_of_layer.items():
             by_number = {number: module() for number, module in model.memory_tables[name].items()}
@@ -138,7 +133,6 @@ class Tables(Service):
 
     @staticmethod
     def layer_arguments(value: LayerTables | None, name: str, layer: int) -> Keywords:
-        """Return the tables of the layer, if it shares any."""
         return {"tables": value[name, layer]} if value and (name, layer) in value else {}
 
 
@@ -148,7 +142,6 @@ class Tokens(Service):
     key = "tokens"
 
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> TokenPlaces:
-        """Return where padding is and documents begin."""
         mask = arguments["attention_mask"]
         tells_padding = isinstance(mask, torch.Tensor) and mask.dim() == 2
         tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
@@ -161,7 +154,6 @@ class Tokens(Service):
 
     @staticmethod
     def layer_arguments(value: TokenPlaces | None, name: str, layer: int) -> Keywords:
-        """Return the places of the tokens. Default: no padding, one document per row."""
         return {"tokens": value or TokenPlaces()}
 
     def prepare_inputs(self, inputs: Keywords, attention_mask: object) -> None:
@@ -174,10 +166,7 @@ class Tokens(Service):
 
 
 class States(Service):
-    """States of the sequences in the cache of a pass, if it has one, as `state`, a `MemoryState`.
-
-    For memories whose result for a token depends on earlier tokens.
-    """
+    """States of sequences, as `state`, a `MemoryState`, for results that depend on earlier tokens."""
 
     key = "state"
     may_add_cache = True
@@ -202,7 +191,6 @@ class States(Service):
 
     @staticmethod
     def layer_arguments(value: dict[tuple[str, int], MemoryState] | None, name: str, layer: int) -> Keywords:
-        """Return the state of the memory in the layer. Default: sequences begin here, and no state is kept."""
         return {"state": value[name, layer]} if value and (name, layer) in value else {}
 
     def check_assistant(self) -> None:
@@ -223,11 +211,7 @@ class WholeSequences(Service):
     key = "whole"
 
     def before_generate(self, arguments: Keywords) -> None:
-        """Let a generation compute all tokens so far for each new token, without a cache.
-
-        Raises:
-            RequestError: If a cache is passed, or embeddings, which need a cache.
-        """
+        """Let a generation compute all tokens so far for each new token; refuse caches and embeddings."""
         if any(arguments.get(name) is not None for name in (CACHE, "past_key_values")):
             raise RequestError(
                 "a cache is passed, but a memory of this model looks at the whole sequence, which no cache holds; "
@@ -275,11 +259,10 @@ def scale_initial(module: nn.Module) -> None:
 class BankService(Service):
     """Service of memories with a bank next to the weights, opened on loading, written in `after_saving`.
 
-    Models of the same weights can compute differently. TRL keeps log-probabilities of a reference model by a hash of its
-    `state_dict`, which includes `digest` only for this: a state is saved and loaded, and FSDP shards every tensor in it.
+    TRL keeps log-probabilities of a reference model by a hash of its `state_dict`, which includes `digest` only for this: a state is
+    saved and loaded, and FSDP shards every tensor in it.
     """
 
-    #: Patterns of the files that are needed of a checkpoint on the Hub.
     files: ClassVar[tuple[str, ...]] = (f"{BANKS_FOLDER}/**",)
     #: Whether reading an open bank runs passes of the model.
     runs_passes: ClassVar[bool] = False
@@ -324,7 +307,7 @@ def _add_digests(stack: HostStack, state: dict[str, torch.Tensor], prefix: str, 
 def folder_of_checkpoint(name: str | os.PathLike, options: Keywords, patterns: Sequence[str]) -> Path | None:
     """Return the folder of a checkpoint, None if absent; of a hub id, download files by patterns.
 
-    The name, a folder or hub id, and the options are the arguments of `from_pretrained`.
+    The name and the options are the arguments of `from_pretrained`.
     """
     folder = Path(name, options.get("subfolder") or "")
     if folder.is_dir():
@@ -347,15 +330,10 @@ class RouterReports:
 
     def __init__(self, needs_gradient: bool = False):
         self.needs_gradient = needs_gradient  # of the routers' losses
-        # Logits and losses by layer and memory.
         self.routed: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def store(self, name: str, layer: int, logits: torch.Tensor, loss: torch.Tensor) -> None:
-        """Store what the router of a memory in a layer reports.
-
-        Raises:
-            RequestError: If losses need gradients and the router runs without, as under reentrant activation checkpointing.
-        """
+        """Store what a memory's router reports; refuse losses of a router that runs without gradients."""
         if self.needs_gradient and not torch.is_grad_enabled():
             raise RequestError(
                 f"the router of memory {name!r} in layer {layer} runs without gradients in a pass that trains, as under reentrant "
@@ -379,22 +357,18 @@ class RouterReports:
 class Reports(Service):
     """Reports of routers, which memories call as `report` if a pass collects them, and their losses.
 
-    In training, losses are added as in transformers' mixture-of-experts models. If `output_router_logits`, an argument of `forward`
-    or an attribute of the config, is true, the routers' logits are returned, and the losses are added outside training too. If it
-    is false, losses are never added.
+    In training, losses are added as in transformers' mixture-of-experts models. `output_router_logits`, an argument of `forward` or
+    an attribute of the config, returns the routers' logits and adds losses outside training too; false never adds losses.
     """
 
     key = "report"
-    #: Fields of the family's output that are kept.
     fields = ("logits", "start_logits", "end_logits", CACHE, "hidden_states", "attentions")
 
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> RouterReports | None:
-        """Return the collector of the pass."""
         return own["memory_reports"]
 
     @staticmethod
     def layer_arguments(value: RouterReports | None, name: str, layer: int) -> Keywords:
-        """Return what the memory in the layer calls to report. Default: routers do not report."""
         return {} if value is None else {"report": partial(value.store, name, layer)}
 
     def run(self, model: Any, forward: Callable[[Keywords], Any], arguments: Keywords) -> Any:

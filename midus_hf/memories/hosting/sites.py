@@ -35,10 +35,7 @@ class ChangesProjections(Site):
 
 
 class _ProjectionHook(NamedTuple):
-    """Hook on a module with one projection or several stacked ones, equal to that of a copied module."""
-
     site: ChangesProjections
-    # Roles and numbers of rows, as `HostLayer.projection` returns them.
     rows: tuple[tuple[str, int], ...]
 
     def __call__(self, module: nn.Module, args: Arguments, kwargs: Keywords, output: torch.Tensor) -> torch.Tensor:
@@ -56,7 +53,6 @@ class InsideAttention(Site):
 
     @staticmethod
     def is_missing(layer: HostLayer) -> bool:
-        """Return whether the layer has another attention than the family's."""
         return layer.attention_class is None or not isinstance(layer.mixer_part, layer.attention_class)
 
 
@@ -80,9 +76,8 @@ class AttentionHeads(InsideAttention):
     ) -> HeadsOutput:
         """Attend by `attention_function`, and let each memory change the output of the heads, `[B, T, H, d]`.
 
-        A memory gets queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the output. One that
-        wants them also gets `unrotated`, the queries without their rotation `[B, H, T, d]`; `scaling`, the factor of the scores;
-        and `softcap`, the limit of the scores, None if they are not capped.
+        A memory gets queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the output; if it
+        wants them, also `unrotated` queries, `scaling`, the factor of the scores, and `softcap`, their limit or None.
         """
         output, weights = attention_function(module, *heads, **kwargs)
         query, key, value, _ = heads
@@ -109,7 +104,6 @@ class BehindAttention(Site):
 
     @staticmethod
     def is_missing(layer: HostLayer) -> bool:
-        """Return whether the layer has no mixer, or does not add its output to the residual stream."""
         return not layer.mixer_name or not layer.adds_mixer
 
     def add(self, part: nn.Module, args: Arguments, kwargs: Keywords, output: PartOutput) -> PartOutput:
@@ -132,7 +126,6 @@ class InsideFeedForward(ChangesProjections):
 
     @staticmethod
     def is_missing(layer: HostLayer) -> bool:
-        """Return whether the layer has another feed-forward network than the family's dense one."""
         return layer.mlp_class is None or not isinstance(layer.feed_forward_part, layer.mlp_class)
 
 
@@ -147,7 +140,6 @@ class BesideFeedForward(Site):
 
     @staticmethod
     def is_missing(layer: HostLayer) -> bool:
-        """Return whether the layer has no feed-forward network."""
         return layer.feed_forward_part is None
 
     def add(self, network: nn.Module, args: Arguments, kwargs: Keywords, output: PartOutput) -> PartOutput:
@@ -181,7 +173,6 @@ class Skip(Site):
 
     @staticmethod
     def is_missing(layer: HostLayer) -> bool:
-        """Return whether a layer at which a memory reads has no feed-forward network."""
         return "skip" in layer.sites.values() and layer.feed_forward_part is None
 
     def read(self, network: nn.Module, args: Arguments, kwargs: Keywords, output: PartOutput) -> None:
@@ -192,7 +183,6 @@ class Skip(Site):
             call.carried[CarriedKey(name, layer.layer_idx)] = read
 
     def behind(self, output: PartOutput) -> PartOutput:
-        """Add the results of memories that read at this layer or an earlier one."""
         call = self.layer.call
         for skip in self._added:
             added = call.carried.get(skip)
@@ -207,6 +197,5 @@ class BehindLayer(Site):
     name = "behind-layer"
 
     def behind(self, output: PartOutput) -> PartOutput:
-        """Add what memories compute of the layer's output."""
         stream = get_hidden_states(output)
         return with_first(output, self.layer.with_added(self.name, stream, stream, self.layer.call.memory_inputs))

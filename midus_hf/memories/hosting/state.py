@@ -30,9 +30,9 @@ def without_last(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.T
 
 
 class MemoryState:
-    """Tensors of a memory in a layer, for a batch of sequences, in a transformers cache, after its `layers` of tokens.
+    """A memory's tensors in a layer, for a batch of sequences, in a cache after its `layers` of tokens.
 
-    If it is croppable, `rollback` takes the last tokens of a sequence out of the tensors; by default they do not depend on these.
+    If it is croppable, `rollback` takes the last tokens out of the tensors; by default they do not depend on these.
     """
 
     # These keep transformers from treating it as a layer of tokens.
@@ -57,17 +57,13 @@ class MemoryState:
 
     @property
     def kept(self) -> Mapping[str, torch.Tensor]:
-        """The kept tensors by name, each `[B, ...]`; empty before the first pass.
-
-        Raises:
-            RequestError: If tokens were taken back and the state cannot be cropped.
-        """
+        """The kept tensors by name, `[B, ...]`; empty at first. Refused if tokens cannot be taken back."""
         if self._is_cropped:
             raise crop_error(self.name)
         return {} if self._is_empty else self._tensors
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the kept tensors that have the names of these tensors; without tensors, change nothing.
+        """Replace the kept tensors that have the names of these tensors.
 
         A kept tensor of the same shape and dtype is overwritten in place, since compiled steps need a fixed address.
         """
@@ -83,15 +79,12 @@ class MemoryState:
         self._is_empty = self._is_empty and not tensors
 
     def get_seq_length(self) -> int:
-        """Return 0."""
         return 0
 
     def get_max_length(self) -> int:
-        """Return -1, no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the sizes of a layer that holds no tokens."""
         return query_length, 0
 
     def reset(self) -> None:
@@ -101,11 +94,9 @@ class MemoryState:
         self.changes += 1
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Select the sequences of these rows, to continue them."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows."""
         self.changes += 1
         if self._is_empty:
             return
@@ -113,7 +104,6 @@ class MemoryState:
             self._tensors[name] = tensor.index_select(0, indices.to(tensor.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
         self.changes += 1
         if self._is_empty:
             return
@@ -121,11 +111,7 @@ class MemoryState:
             self._tensors[name] = tensor.repeat_interleave(repeats, dim=0)
 
     def crop(self, tokens: int) -> None:
-        """Take back the last tokens.
-
-        Raises:
-            RequestError: If the state cannot be cropped.
-        """
+        """Take back the last tokens, or raise a `RequestError` if the state cannot be cropped."""
         if tokens != 0 and not self.is_croppable:
             self._is_cropped = True
             raise crop_error(self.name)
@@ -158,7 +144,7 @@ def crop_error(name: str) -> RequestError:
 
 
 def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: str) -> None:
-    """Refuse an engine with several requests in one row and no cache for states, if there are memories that keep one."""
+    """Refuse memories with states in an engine with several requests in a row and no cache for states."""
     for name, _ in stateful:
         raise RequestError(
             f"{engine} lays the tokens of several requests in one row and keeps nothing for the memory {name!r}, which reads the "
@@ -169,10 +155,7 @@ def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: st
 def states_in(
     cache: Any, wanted: Mapping[tuple[str, int], MemoryModule], num_layers: int
 ) -> dict[tuple[str, int], MemoryState]:
-    """Return the states of wanted memories in a transformers cache, by memory and layer. An empty cache gets new states.
-
-    A cache that has no list of layers, or was filled by another model, is refused.
-    """
+    """Return wanted states in a transformers cache, by memory and layer; refuse a cache of another model."""
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):
         raise RequestError(

@@ -1,8 +1,7 @@
 """All that memories read of vLLM: the slots of a pass in its cache, and tables with a row per slot.
 
-vLLM lays the new tokens of several requests in one row. What a token needs from those before it is kept in a row
-per slot of vLLM's cache, written in the pass that writes the slot and read through the block table. So it is there for a prompt that
-is computed in parts, and where a prefix is used again.
+vLLM lays the new tokens of several requests in one row. What a token needs from earlier ones is kept in a row per slot of vLLM's
+cache, written in the pass that writes the slot and read through the block table, so it survives chunked prefills and prefix caching.
 
 Read in vLLM 0.32.0: `vllm.config.get_current_vllm_config`; `attn_metadata` (with `block_table`, `query_start_loc` and `seq_lens`),
 `slot_mapping`, `no_compile_layers` and `additional_kwargs` of `vllm.forward_context.get_forward_context`; `layer_name`,
@@ -29,7 +28,6 @@ if TYPE_CHECKING:  # vLLM may be absent
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.attention import Attention as VllmAttention
 
-# The version in which the names here were read and tried.
 _READ_IN = "0.32.0"
 # Backends of attention whose metadata are read here; only CPU_ATTN was tried.
 _BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
@@ -62,9 +60,7 @@ _LEAVE_OUT = "Leave the option out"
 def check_engine(memory: str, refused: Mapping[str, tuple[str, str]] | None = None) -> "VllmConfig":
     """Return vLLM's config; refuse options with which tables per slot would be empty or mistaken.
 
-    Args:
-        memory: Name of the memory, for the message.
-        refused: More options to refuse: the problem and the remedy, by attribute of vLLM's config. Default: none.
+    `refused` are more options to refuse: the problem and the remedy, by attribute of vLLM's config.
     """
     from vllm.config import get_current_vllm_config
 
@@ -96,11 +92,7 @@ def check_engine(memory: str, refused: Mapping[str, tuple[str, str]] | None = No
 
 
 def first_attention(model: HostStack, memory: str) -> "VllmAttention":
-    """Return vLLM's attention of the first layer whose slots are kept to the end of a request.
-
-    Raises:
-        RequestError: If no layer does, or metadata of the attention's backend are not read here.
-    """
+    """Return vLLM's attention of the first layer that keeps its slots to the end of a request, or refuse."""
     parts = [getattr(layer, "mixer_part", None) for layer in model.layers]
     attending = [part for part in parts if hasattr(part, "attn")] or parts[:1]
     attentions = [part_of_vllm(part, "attn") for part in attending]
@@ -123,7 +115,7 @@ class Slots:
     """The tokens of one pass, and the slots of vLLM's cache for them and the tokens before.
 
     Args:
-        attention: vLLM's attention of a layer, whose cache it is: B blocks of N tokens.
+        attention: vLLM's attention of a layer, whose cache has B blocks of N tokens.
         metadata: What vLLM tells this attention of the pass, of R requests.
         mapping: `[T]`, the slot of each token, negative for padding.
     """
@@ -138,12 +130,9 @@ class Slots:
         self.starts = part_of_vllm(metadata, "query_start_loc").long()
         num_requests = len(self.starts) - 1
         tokens = torch.arange(len(mapping), device=mapping.device)
-        #: `[T]`, the request of each token.
         self.request = (torch.searchsorted(self.starts, tokens, right=True) - 1).clamp(max=num_requests - 1)
         lengths = part_of_vllm(metadata, "seq_lens").long()
-        #: `[T]`, the position of each token in its request.
         self.position = lengths[self.request] - self.starts[self.request + 1] + tokens
-        #: `[T]`, the slot of each token.
         self.own = torch.where(mapping < 0, self.num_slots, mapping.long())
 
     def at(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -172,10 +161,8 @@ def blocks_of_pass(layer: str, requests: torch.Tensor, count: int) -> torch.Tens
 class CachedHeads:
     """Where the numbers of keys and values lie in a block of vLLM's cache, which is up to its backend.
 
-    Numbers are written into a block by the backend's own function, and where they are found gives a stride per token, head and
-    feature. (On CPUs a block has keys as `[K, d, N]` and values as `[K, N, d]`.)
-
-    vLLM's attention has a cache of blocks of N tokens. One without such strides, quantised or with packed pairs, is refused.
+    The backend's own function writes numbers into a block; where they are found gives a stride per token, head and feature. A cache
+    without such strides, quantised or with packed pairs, is refused.
     """
 
     def __init__(self, attention: "VllmAttention"):
@@ -273,7 +260,7 @@ def slots_of_pass(layer: str) -> tuple["VllmAttention", Slots | None]:
 # Opaque to compilers, which would bake in what vLLM tells of the first pass that it tries, in which there is no cache.
 @torch.library.custom_op("midus::earlier", mutates_args=())
 def store_and_read_past(new: torch.Tensor, layer: str, name: str, back: list[int]) -> torch.Tensor:
-    """Write the `new` rows `[T, ...]` of a pass into a table, by slots of a layer's attention, and return rows before.
+    """Write the `new` rows `[T, ...]` of a pass into a table, by a layer's slots, and return earlier rows.
 
     These are at P distances `back` before each token, `[T, P, ...]`, zeros where a request begins later.
     """
@@ -321,11 +308,9 @@ class SlotStates(Service):
         check_engine(next(name for name, _ in hosted))
 
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> dict[tuple[str, int], SlotState]:
-        """Return the states, which keep by the slots of one layer."""
         where = first_attention(model, self.hosted[0][0]).layer_name
         return {(name, layer): SlotState(where, f"{name}.{layer}") for name, layer in self.hosted}
 
     @staticmethod
     def layer_arguments(value: dict[tuple[str, int], SlotState], name: str, layer: int) -> Keywords:
-        """Return the state of the memory in the layer."""
         return {"state": value[name, layer]}

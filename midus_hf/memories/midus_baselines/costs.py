@@ -1,4 +1,4 @@
-"""FLOPs of linear and of product-key memory, and the values that a token reads. Carried code does not name this module."""
+"""FLOPs of linear and of product-key memory, and the values that a token reads."""
 
 from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.flops import flops_of, linear, top_k, values_read_of

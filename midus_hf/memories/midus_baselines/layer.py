@@ -1,4 +1,4 @@
-"""Memories that MIDUS compares to head-wise memory: one table of values for all heads, with product keys or flat keys."""
+"""Memories that MIDUS compares to head-wise memory: one table of values for all heads."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from midus_hf.ops.product_key.reference import flat_key_topk
 
 
 class SharedValueMemory(RetrievalMemory):
-    """A memory with a query projection, keys per head, and one table of values that all heads read and sum over."""
+    """A memory with a query projection, keys per head, and values that all heads read and sum over."""
 
     query_projection: nn.Linear
 
@@ -22,7 +22,7 @@ class SharedValueMemory(RetrievalMemory):
         return self.addressed(query, track_statistics)
 
     def forward(self, attention_output: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return values `[B, T, D]`, summed over heads (MIDUS, equation 15), added to the residual stream `[B, T, D]` if given."""
+        """Return values `[B, T, D]`, summed over heads (MIDUS, equation 15), plus `residual` if given."""
         scores, slots = self.select(self.queries(attention_output))  # [B, T, H, k]
         bank, weights = self.value_bank.to(attention_output.dtype), scores.softmax(dim=-1)
         output = weighted_gather(bank, slots.flatten(-2), weights.flatten(-2))  # [B, T, D]

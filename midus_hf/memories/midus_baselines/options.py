@@ -1,4 +1,4 @@
-"""Memories whose heads read the same values, the baselines of MIDUS: linear (flat) memory, and product-key memory (PKM)."""
+"""Baselines of MIDUS, whose heads read the same values: linear (flat) and product-key memory (PKM)."""
 
 import math
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from midus_hf.memories.retrieval.options import (
 
 @dataclass(kw_only=True)
 class SharedValueOptions(RetrievalOptions):
-    """Options of a memory whose heads read the same values of full width: `RetrievalOptions` with other defaults.
+    """Options of a memory whose heads read the same values of full width.
 
-    The attention in front keeps its output projection, the block's input is added to the projection's output (MIDUS,
-    equation 6), and queries are batch-normalised (section 5.2).
+    The attention keeps its output projection, the block's input is added to the projection's output (MIDUS, equation 6), and
+    queries are batch-normalised (section 5.2).
     """
 
     output_projection = True
@@ -30,7 +30,7 @@ class SharedValueOptions(RetrievalOptions):
     inner_residual: bool = option(True, INNER_RESIDUAL_HELP)
 
     def projection_and_values(self, sizes: ModelSizes, slots: int) -> dict[str, DeclaredTensor]:
-        """Declare the query projection, which keeps the scale of its input, and the values, which start at zero."""
+        """Declare a query projection that keeps the scale of its input, and values, zero at first."""
         hidden = sizes.hidden_size
         return {
             "query_projection.weight": DeclaredTensor((hidden, hidden), "projection", Normal(1.0 / math.sqrt(hidden))),

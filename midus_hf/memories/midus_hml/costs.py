@@ -1,4 +1,4 @@
-"""FLOPs of head-wise memory, which the baselines share in part, and the values that a token reads. Carried code does not name it."""
+"""FLOPs of head-wise memory, which the baselines share in part, and the values that a token reads."""
 
 from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.flops import SOFTMAX, flops_of, layer_norm, linear, top_k, values_read_of
@@ -7,10 +7,7 @@ from midus_hf.memories.retrieval.options import RetrievalOptions
 
 
 def weighing_flops(options: RetrievalOptions, sizes: ModelSizes, rows: int) -> dict[str, int]:
-    """Count the operations of the query norm, the softmax over slots and the residual adds.
-
-    The query norm has one count, whether its statistics come from features, from a batch or from running statistics.
-    """
+    """Count the operations of the query norm, in any mode, the softmax over slots and the residual adds."""
     queries = rows * sizes.num_heads
     return {
         "query norm": 0 if options.query_norm == "none" else layer_norm(queries, options.query_width(sizes)),
@@ -20,7 +17,7 @@ def weighing_flops(options: RetrievalOptions, sizes: ModelSizes, rows: int) -> d
 
 
 def sub_key_flops(queries: int, n: int, query_width: int, k: int) -> dict[str, int]:
-    """Count the operations that find the k best pairs of sub-keys: k rows, k columns, then k of the k * k sums of both."""
+    """Count operations that find the k best pairs of sub-keys: k rows, k columns, k of k * k sums."""
     return {
         "scores": 2 * linear(queries, query_width // 2, n),
         "choice": 2 * top_k(queries, n, k) + queries * k * k + top_k(queries, k * k, k),
@@ -36,7 +33,7 @@ def midus_hml_values_read(options: MidusHmlOptions, sizes: ModelSizes) -> int:
 def midus_hml_flops(
     options: MidusHmlOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
 ) -> dict[str, int]:
-    """Count the operations; like the op, transform the retrieved sum of each token, or each row of the bank if rows are fewer."""
+    """Count the operations; like the op, transform each token's sum, or each row if rows are fewer."""
     rows, width = batch * tokens, sizes.hidden_size // sizes.num_heads
     transformed = min(rows, options.n * options.n) * sizes.num_heads
     return {

@@ -1,4 +1,4 @@
-"""The values of every head, expanded once for a generation. Carried code does not name this module."""
+"""The values of every head, expanded once for a generation."""
 
 from midus_hf.memories.decode_cache import DecodeCache, decode_cache_of
 from midus_hf.memories.midus_hml.layer import MidusHmlMemory

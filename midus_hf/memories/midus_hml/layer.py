@@ -14,10 +14,7 @@ from midus_hf.ops.product_key.op import product_key_topk
 
 @register_layer(MidusHmlOptions)
 class MidusHmlMemory(RetrievalMemory):
-    """A memory per head, queried by the head's attention output (MIDUS, section 4.2, equations 11 to 17).
-
-    The width of one head's share of the attention output need not be D / H.
-    """
+    """A memory per head, queried by its output of any width (MIDUS, section 4.2, equations 11 to 17)."""
 
     row_keys: torch.Tensor
     column_keys: torch.Tensor
@@ -35,7 +32,7 @@ class MidusHmlMemory(RetrievalMemory):
         return product_key_topk(query, self.row_keys, self.column_keys, self.k)
 
     def forward(self, attention_output: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return values for the heads' outputs side by side `[B, T, H * d]`, added to the residual stream `[B, T, D]` if given."""
+        """Return values for the heads' outputs side by side `[B, T, H * d]`, plus `residual` if given."""
         shape = attention_output.shape[:-1]
         tokens = math.prod(shape)  # S = B * T; `numel` would fix the sizes of a traced graph
         flat = attention_output.reshape(tokens, self.num_heads, self.head_dim)  # [S, H, d]

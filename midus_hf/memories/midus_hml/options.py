@@ -18,9 +18,8 @@ from midus_hf.memories.retrieval.options import (
 class MidusHmlOptions(RetrievalOptions):
     """Size of the memory: one bank of values, which each head transforms (HIVE).
 
-    Values start at zero, so that the memory returns zero. Keys and transforms start non-zero, so that gradients reach
-    the values; the paper gives only the initial values of the values. Transforms are normal with variance 1 / v, which keeps
-    the scale of a value.
+    Values start at zero, so that the memory returns zero. Keys and transforms start non-zero, so that gradients reach the values;
+    the paper does not give theirs. Transforms are normal with variance 1 / v, which keeps the scale of a value.
     """
 
     controls = {"one-row": {"n": 1, "k": 1}, **RANDOM_SLOTS}

@@ -28,11 +28,10 @@ def moc_flops(
 ) -> dict[str, int]:
     """Count the operations.
 
-    For routing `sequence` the count is the paper's: memory tokens are weighted, normalised and projected separately for
-    each sequence. With `chunk` and `token`, choices overlap: each memory token that is read is normalised and
-    projected once, at most the whole bank, and weights scale scores and weighted sums instead.
-    Chunks are pooled by a running sum, divided once per chunk. The router's losses count as in the paper; turning its
-    probabilities into weights does not count.
+    For routing `sequence` the count is the paper's: memory tokens are weighted, normalised and projected per sequence. With `chunk`
+    and `token`, choices overlap: each memory token that is read is normalised and projected once, at most the whole bank, and
+    weights scale scores and weighted sums. Chunks are pooled by a running sum, divided once per chunk. The router's losses count as
+    in the paper; turning its probabilities into weights does not count.
     """
     hidden, heads, rows = sizes.hidden_size, sizes.num_heads, batch * tokens
     chunks = math.ceil(tokens / options.chunk_size) + (options.first_tokens < min(tokens, options.chunk_size))

@@ -1,4 +1,4 @@
-"""The keys and values of all memory tokens, projected once for a generation. Carried code does not name this module."""
+"""The keys and values of all memory tokens, projected once for a generation."""
 
 from functools import partial
 

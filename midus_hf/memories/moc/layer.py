@@ -35,7 +35,7 @@ _MANY_TIMES = 4
 
 @register_layer(MocOptions)
 class MocMemory(MemoryModule):
-    """Cross-attention of tokens to the chapters of a bank that a router chose for them (section 5, algorithm 1)."""
+    """Cross-attention of tokens to the chapters that a router chose for them (section 5, algorithm 1)."""
 
     is_croppable = False
     sites = (BehindAttention, BehindLayer)
@@ -70,7 +70,7 @@ class MocMemory(MemoryModule):
         state: MemoryState | None = None,
         report: RouterReport | None = None,
     ) -> torch.Tensor:
-        """Read, for each token, the chapters that the router chose for the token, and return what is added, `[B, T, D]`.
+        """Read, for each token, the chapters that the router chose for it; return what is added, `[B, T, D]`.
 
         Args:
             hidden_states: `[B, T, D]`.
@@ -108,8 +108,7 @@ class MocMemory(MemoryModule):
         return self._route(_rms_normalised(hidden_states), tokens, state)
 
     def _route(self, normalised: torch.Tensor, tokens: TokenPlaces | None, state: MemoryState | None) -> Routing:
-        # In trained models a few elements are many times larger in every token of every text, and would make the means of all texts
-        # nearly equal.
+        # In trained models a few elements are far larger in every token, and would make the means of all texts nearly equal.
         pooled = self._pool(normalised.clamp(-1, 1), tokens or TokenPlaces(), state)
         states = pooled.states if self.options.addressing == "content" else random_directions(pooled.states)
         wide = torch.promote_types(normalised.dtype, torch.float32)
@@ -136,7 +135,7 @@ class MocMemory(MemoryModule):
         return pool_sequence(states, tokens)
 
     def _mixture(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all chapters that are read, shared chapters first, and their scales, both `[N, S + k]`."""
+        """Return all chapters that are read, shared ones first, and their scales, both `[N, S + k]`."""
         shared = torch.arange(self.options.shared_chapters, device=routing.chosen.device)
         shared = shared.expand(*routing.chosen.shape[:-1], -1)
         chapters = torch.cat([shared, routing.chosen], dim=-1)
@@ -148,11 +147,7 @@ class MocMemory(MemoryModule):
     def _memory_tokens(
         self, tables: Mapping[str, torch.Tensor], chapters: torch.Tensor, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return keys and values `[C', M, H, d]` of chapters, and which of these chapters each segment reads, `[N, n]`.
-
-        Each chapter that any segment reads is projected once, or the whole bank if nearly all are chosen. In a compiled graph,
-        shapes must not depend on the choice: chosen chapters are projected once per segment, or the whole bank if that is less.
-        """
+        """Return keys and values `[C', M, H, d]` of chapters, and those each segment reads, `[N, n]`."""
         shape = (self.num_heads, self.head_dim)
         if self.decode_cache is not None:
             kept = self.decode_cache.read(self, like, tables)
@@ -161,7 +156,6 @@ class MocMemory(MemoryModule):
                 return keys, values, chapters
         bank = tables["bank"] if "bank" in tables else self.bank
         read, chapters = self._read_chapters(chapters)
-        # The gradient of the bank is then a sparse tensor of the rows that are read.
         gives_rows = read is not None and self.sparse_gradient and bank.requires_grad and bank.is_leaf
         gives_rows = gives_rows and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         rows = _memory_rows(self.options, bank, read, like.dtype, gives_rows)
@@ -169,7 +163,7 @@ class MocMemory(MemoryModule):
         return keys.unflatten(-1, shape), values.unflatten(-1, shape), chapters
 
     def _read_chapters(self, chapters: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return the chapters to project `[C']`, None for all, and the index among them of each of `chapters` `[N, S + k]`."""
+        """Return the chapters to project `[C']`, None for all, and where `chapters` `[N, S + k]` are in them."""
         shared, every = self.options.shared_chapters, self.options.chapters
         chosen = chapters[:, shared:]
         at_most = shared + chosen.numel()
@@ -184,7 +178,6 @@ class MocMemory(MemoryModule):
         return torch.unique(chapters, return_inverse=True)
 
     def _report(self, routing: Routing, report: RouterReport) -> None:
-        """Report the router's logits, and the sum of its losses times their coefficients."""
         logits, chosen, counts = routing.logits, routing.chosen, routing.pooled.counts
         first = 0 if self.options.balance == "released" else self.options.shared_chapters
         candidates = logits[:, first:]  # [N, C - S]: logits that no choice depends on must not change the loss
@@ -201,7 +194,7 @@ def _memory_rows(
     dtype: torch.dtype,
     gives_rows: bool = False,
 ) -> torch.Tensor:
-    """Return the memory tokens `[C', M, W]` of distinct chapters `[C']` of a bank, or of all chapters, ready to be projected."""
+    """Return memory tokens `[C', M, W]` of distinct chapters `[C']` of a bank, or of all, to be projected."""
     if gives_rows and chapters is not None:
         numbers = torch.arange(options.chapter_tokens, device=chapters.device)  # [M]
         rows = nn.functional.embedding(chapters.unsqueeze(1) * options.chapter_tokens + numbers, bank, sparse=True)
@@ -214,26 +207,24 @@ def _memory_rows(
 def derive_all(
     options: MocOptions, bank: torch.Tensor, key_weight: torch.Tensor, value_weight: torch.Tensor
 ) -> torch.Tensor:
-    """Return keys and values `[2, C, M, H * d]` of a whole bank, from the bank and the weights of both projections."""
+    """Return keys and values `[2, C, M, H * d]` of a whole bank, by the weights of both projections."""
     rows = _memory_rows(options, bank, None, key_weight.dtype)
     return torch.stack([nn.functional.linear(rows, key_weight), nn.functional.linear(rows, value_weight)])
 
 
 def _rms_normalised(states: torch.Tensor) -> torch.Tensor:
-    """Divide states by the root mean square of their last dimension, computed in float32 at least."""
     wide = states.to(wide_dtype(states))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _RMS_EPS)).to(states.dtype)
 
 
 def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return Switch Transformer's load-balance loss over the chapters (Fedus et al. 2021, equation 4), float32 at least.
+    """Return Switch Transformer's load-balance loss, float32 at least (Fedus et al. 2021, equation 4).
 
-    The loss is `C * sum_i f_i P_i`: `f_i` is the share of tokens for which chapter i is among the k chosen, a constant; `P_i` is
-    chapter i's mean probability. An even choice gives k, since the `f_i` add up to k.
+    The loss is `C * sum_i f_i P_i`: `f_i`, a constant, is the share of tokens with chapter i among the k chosen; `P_i` is its mean
+    probability. An even choice gives k, since the `f_i` add up to k.
 
     Args:
-        logits: `[S, C]`, for each segment of tokens that is routed as one, over the chapters that can be chosen. All probability
-            on a chapter that is never chosen would reduce the loss to 0.
+        logits: `[S, C]`, for each segment that is routed as one, over the chapters that can be chosen.
         chosen: `[S, k]`, int64, the chapters that each segment reads.
         counts: `[S]`, number of tokens in each segment, without padding.
     """
@@ -246,7 +237,7 @@ def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, counts: torch.Tenso
 
 
 def z_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the mean over tokens of the squared log-sum-exp of router logits (ST-MoE, Zoph et al. 2022, equation 5).
+    """Return the mean squared log-sum-exp of logits over tokens (ST-MoE, Zoph et al. 2022, equation 5).
 
     `logits` and `counts` are those of `balance_loss`.
     """

@@ -1,4 +1,4 @@
-"""Mixture of Chapters: a bank of latent memory tokens in chapters, some of which a router opens (section 5)."""
+"""Mixture of Chapters: latent memory tokens in chapters, some of which a router opens (section 5)."""
 
 import math
 import re
@@ -15,7 +15,6 @@ from midus_hf.memories.retrieval.options import RANDOM_SLOTS, Addressing
 RoutingKind = Literal["chunk", "token", "sequence"]
 Balance = Literal["routed", "released"]
 
-# Options of the paper's table 5.
 PAPER = {
     "memory_tokens": 262208,
     "chapters": 4097,
@@ -34,8 +33,8 @@ _FIRST_CHUNK = 8
 class MocOptions(MemoryOptions):
     """Size of the bank, choice of chapters, and attention to memory tokens.
 
-    The output projection starts at zero, so that the memory adds zero; all other tensors start as in the release. As in
-    the release, the router also has logits for shared chapters. They enter its losses only if `balance` is `released`.
+    The output projection starts at zero, so that the memory adds zero; all other tensors start as in the release, whose router also
+    has logits for shared chapters. They enter its losses only if `balance` is `released`.
     """
 
     sites = ("behind-attention", "behind-layer")

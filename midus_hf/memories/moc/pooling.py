@@ -1,7 +1,7 @@
-"""Pooling of hidden states into the states by which chapters are chosen, and the segments of tokens that read the same chapters.
+"""Pooling of hidden states into the states that choose chapters, and segments that read the same ones.
 
-Hidden states are divided by their root mean square first, and elements are clamped to -1 ... 1. The first token of a document is
-left out unless it is the only one: in trained models it is an attention sink, whose state is large and similar in all texts.
+Hidden states are divided by their root mean square first, and elements clamped to -1 ... 1. The first token of a document is left
+out unless it is the only one: in trained models it is an attention sink, whose state is large and similar in all texts.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,6 @@ from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.ops.dispatch.calling import wide_dtype
 from midus_hf.ops.moc.op import min_together
 
-# Numbers of segments: a slice, or `[S]`, int64.
 Numbers = slice | torch.Tensor
 
 # Function that reads for tokens `[S, L, ...]`, one row for each of the numbered segments, and returns `[S, L, ...]`.
@@ -23,10 +22,7 @@ Read = Callable[[torch.Tensor, Numbers], torch.Tensor]
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments of a pass in any order, so that every token reads separately.
-
-    `segment_of_token` `[B, T]`, int64, is the number of each token's segment, from 0 to N - 1.
-    """
+    """Segments in any order, by token, `[B, T]`, int64, from 0 to N - 1; every token reads separately."""
 
     segment_of_token: torch.Tensor
 
@@ -76,7 +72,7 @@ def padded(
     alike_room: int = 0,
     shrinks: bool = False,
 ) -> Segments:
-    """Lay segments of consecutive tokens side by side, padded to equal length; plain `Segments` if padding does not pay off.
+    """Lay segments of consecutive tokens side by side, padded to equal length, unless it does not pay off.
 
     Args:
         segment_of_token: `[B, T]`, int64, number of the segment that each token belongs to; -1 for padding.
@@ -123,7 +119,7 @@ class Routing(NamedTuple):
 
 
 class ChunkSizes(NamedTuple):
-    """Sizes of the chunks of a document, which begin at 0, at `first`, and then at each multiple of `size`."""
+    """Sizes of a document's chunks, which begin at 0, at `first`, and then at each multiple of `size`."""
 
     first: int  # F, tokens of the first chunk, 2 or more; later chunks are guided: tokens before a chunk choose its chapters
     size: int  # tokens of later chunks; if F < size, the chunk that begins at F ends at size
@@ -138,10 +134,7 @@ class ChunkSizes(NamedTuple):
         return torch.where(position < self.first, 0, start.clamp(min=self.first))
 
     def most(self, tokens: int, rows: int, *, continues: bool, holds_documents: bool) -> int:
-        """Return the largest number of guided chunks that B rows of T tokens can have, whatever their documents.
-
-        A row may continue a document of an earlier pass if it `continues`, and have several if it `holds_documents`.
-        """
+        """Return the largest number of guided chunks that B rows of T tokens of any documents can have."""
         if continues:  # at most: the last token of a chunk, and then whole chunks
             within = min(tokens, (tokens + self.size - 2) // self.size + 1)
         else:
@@ -165,10 +158,9 @@ def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
 
 
 def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
-    """Return the mean over all tokens of each document, including later tokens, with the arguments of `pool_chunks`.
+    """Return the mean over all tokens of each document, later ones too; arguments as of `pool_chunks`.
 
-    The documents of packed rows are counted, which waits for the device, and padded to the longest. A compiled graph cannot wait: it
-    assumes one document per token.
+    Packed documents are counted, which waits for the device, and padded to the longest; a compiled graph assumes one per token.
     """
     batch, tokens, width = states.shape
     if places.starts is None:
@@ -211,11 +203,11 @@ def pool_chunks(
     kept: Mapping[str, torch.Tensor],
     keeps: bool = True,
 ) -> PooledStates:
-    """Return, for each chunk of a document, the mean over the document's tokens before the chunk; zero for the first chunk.
+    """Return each chunk's mean over its document's tokens before it; zero for the first chunk.
 
-    All first chunks read the same chapters, so they form one segment, segment 0, unless a pass has one token per row. There is one
-    segment per later chunk; in a compiled graph, and for rows of one document, the largest possible number of segments, which must
-    not depend on the contents of tensors. Sums are float32 at least.
+    All first chunks read the same chapters, so they form segment 0, unless a pass has one token per row. There is one segment per
+    later chunk; in a compiled graph, and for rows of one document, the largest possible number, which must not depend on the
+    contents of tensors. Sums are float32 at least.
 
     Args:
         states: `[B, T, D]`, normalised and limited hidden states.
@@ -242,7 +234,6 @@ def pool_chunks(
         sums = torch.where(continues.unsqueeze(-1), before[row], sums + total[row] * goes_on.unsqueeze(-1))
     unguided = torch.arange(first_tokens.shape[0], device=states.device) == 0
     means = torch.where(unguided.unsqueeze(-1), 0, sums / (start - 1).clamp(min=1).unsqueeze(-1))
-
     chunk_of_token = torch.where(guided.flatten(), number, 0).view(real.shape)
     counts = (
         _zeros(states, (first_tokens.shape[0],))
@@ -281,10 +272,7 @@ def pool_chunks(
 def _guided_chunks(
     places: TokenPlaces, sizes: ChunkSizes, real: torch.Tensor, position: torch.Tensor, continues: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Return where guided chunks are: whether each token is in one, `[B, T]`; the number of the last one begun, from 1, `[B * T]`.
-
-    Also the first token of each segment, `[N]`, 0 for segment 0; and the number of tokens of first chunks, or the largest possible.
-    """
+    """Return which tokens are guided, the latest chunk at each, first tokens, and segment 0's room."""
     batch, tokens = real.shape
     guided = real & (position >= sizes.first)
     begins = guided & sizes.begins(position)
@@ -305,7 +293,7 @@ def _guided_chunks(
 def _sums_before_chunks(
     values: torch.Tensor, marks: torch.Tensor, number: torch.Tensor, first_tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sum of the values of each document's tokens before each chunk, `[N, D]`, of this pass only."""
+    """Return the sum of each document's values before each chunk, `[N, D]`, of this pass only."""
     all_chunks, device = first_tokens.shape[0], values.device
     document = marks.flatten().cumsum(0) - 1
     document_of = document[first_tokens].index_fill(0, torch.zeros(1, dtype=torch.int64, device=device), -1)  # [N]
@@ -324,7 +312,7 @@ def _sums_before_chunks(
 def _pool_step(
     states: torch.Tensor, places: TokenPlaces, sizes: ChunkSizes, kept: Mapping[str, torch.Tensor]
 ) -> PooledStates:
-    """Do the work of `pool_chunks` for one token per row, each a segment, without sorting and without waiting for the device."""
+    """Pool chunks for one token per row, each a segment, without sorting or waiting for the device."""
     batch = len(states)
     real, state = _real(states, places)[:, 0], states[:, 0].to(wide_dtype(states))
     count, total, before = _kept_of(states, kept)
@@ -340,7 +328,7 @@ def _pool_step(
 def _kept_of(
     states: torch.Tensor, kept: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the kept tensors of each row: count `[B]`, total and before `[B, D]`; zeros if the sequence begins here."""
+    """Return each row's count `[B]`, total and before `[B, D]`; zeros if the sequence begins here."""
     if kept:
         return kept["count"], kept["total"].to(wide_dtype(states)), kept["before"].to(wide_dtype(states))
     batch, _, width = states.shape
@@ -349,7 +337,7 @@ def _kept_of(
 
 
 def _positions(places: TokenPlaces, real: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
-    """Return each token's position in its document, `[B, T]`; earlier passes read `count` `[B]` tokens of a row's first document."""
+    """Return each token's position in its document, `[B, T]`; `count` `[B]` precede the first document."""
     position = real.long().cumsum(1) - 1
     if count is not None:
         position = position + count.unsqueeze(1)
@@ -369,14 +357,12 @@ def _marks(places: TokenPlaces, states: torch.Tensor) -> torch.Tensor:
 
 
 def _real(states: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
-    """Return whether each token is real, not padding, `[B, T]`."""
     if places.real is not None:
         return places.real
     return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
 
 
 def _equal_segments(batch: int, tokens: int, device: torch.device) -> EqualSegments:
-    """Return segments of one whole row each."""
     return EqualSegments(torch.arange(batch, device=device).unsqueeze(1).expand(batch, tokens), tokens)
 
 

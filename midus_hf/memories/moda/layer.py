@@ -1,4 +1,4 @@
-"""Heads that also read what earlier layers wrote at their own position (Mixture-of-Depths Attention, section 2)."""
+"""Heads that also read earlier layers at their own position (Mixture-of-Depths Attention, section 2)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,16 +27,14 @@ from midus_hf.memories.registry import Memories, MemoryEntry, register_layer
 from midus_hf.ops.moda.op import depth_attention
 from midus_hf.ops.moda.reference import join_factors, joint_attention
 
-# A key and a value per key/value head and token, both `[B, K, T, d]`.
 Heads = tuple[torch.Tensor, torch.Tensor]
 
 
 class ModaSite(InsideAttention):
     """Slots that a layer reads and writes in every pass.
 
-    A slot and the queries that read the slot have the same position, so equal rotations of both cancel out. If layers of one
-    memory rotate by different angles (Gemma 3), or some layers do not rotate (SmolLM3), slots and the queries that read them are
-    left unrotated.
+    A slot and the queries that read it have the same position, so equal rotations cancel out. If layers of one memory rotate by
+    different angles (Gemma 3), or some do not rotate (SmolLM3), slots and these queries are left unrotated.
     """
 
     def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
@@ -45,13 +43,10 @@ class ModaSite(InsideAttention):
         assert isinstance(entry.options, ModaOptions), "memories that attend have slots"
         self.memory, self.options = entry.name, entry.options
         self.layers, self.index = entry.layers, entry.layers.index(layer.layer_idx)
-        # Keys under which the key and the value of each slot are carried: of slots that the layer reads, from the oldest to the
-        # newest, and of slots that it writes and later layers read, by their source.
         self.slots = tuple(_carried(entry, slot) for slot in self.options.slots_read(self.index))
         own = self.options.sources if self.index + 1 < len(entry.layers) else ()
         self.writes = {source: _carried(entry, Slot(self.index, source)) for source in own}
         self.without_rotation = layer.some_do_not_rotate or _rotations_differ(config, entry.layers)
-        # Whether later layers read the keys and values that attention computes.
         self.reuses = self.options.attention_slots == "reused" and "attention" in self.writes
         self.hook(layer.mixer_name, self.note_input, before=True)
         # Other memories change what heads make of the sequence and the depth.
@@ -64,7 +59,7 @@ class ModaSite(InsideAttention):
         return self.memory in self.layer.at(self.name, self.layer.call.memory_inputs)
 
     def note_input(self, attention: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
-        """Record the input of attention, and the keys and values of the tokens of the pass, if later layers read them."""
+        """Record attention's input, and the pass's keys and values, if later layers read them."""
         if not self.is_active:
             return None
         self.layer.call.attention_input = hidden_states_argument(args, kwargs)
@@ -93,7 +88,7 @@ class ModaSite(InsideAttention):
     def attend(
         self, attention_function: AttentionFunction, module: Attention, *heads: Any, **kwargs: object
     ) -> HeadsOutput:
-        """Attend to the sequence, and to the slots of the depth if the layer reads any, with the result of `ModaMemory.attend`."""
+        """Attend to the sequence, and to slots of the depth if the layer reads any (`ModaMemory.attend`)."""
         query, key, value, mask = heads
         if not self.is_active:
             return attention_function(module, query, key, value, mask, **kwargs)
@@ -118,13 +113,12 @@ class ModaSite(InsideAttention):
 
 
 class _NotingCache:
-    """The cache of a pass, which records the rotated keys and the values that attention adds, each `[B, K, T, d]`."""
+    """The cache of a pass, which records the rotated keys and values that are added, `[B, K, T, d]` both."""
 
     def __init__(self, cache: Any, call: LayerCall):
         self._cache, self._call = cache, call
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Heads:
-        """Update the cache."""
         self._call.own_heads = key, value
         return self._cache.update(key, value, *args, **kwargs)
 
@@ -138,10 +132,7 @@ def _carried(entry: MemoryEntry, slot: Slot) -> tuple[CarriedKey, CarriedKey]:
 
 
 def normalised_keys(attention: nn.Module, keys: torch.Tensor) -> torch.Tensor:
-    """Apply the key norm of a family's attention, if there is one, to keys `[B, K, T, d]`.
-
-    It normalises per head (Qwen 3, Gemma 3, nanochat), or over all heads together (OLMo 2).
-    """
+    """Apply a family's key norm, per head or over all heads (OLMo 2), if any, to keys `[B, K, T, d]`."""
     norm: Any = next((getattr(attention, name) for name in KEY_NORMS if hasattr(attention, name)), None)
     if norm is None:
         return keys
@@ -153,7 +144,6 @@ def normalised_keys(attention: nn.Module, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _rotations_differ(config: PreTrainedConfig, layers: tuple[int, ...]) -> bool:
-    """Return whether layers rotate by different angles, as sliding and full layers of Gemma 3 do."""
     kinds = getattr(config, "layer_types", None)
     parameters = getattr(config, "rope_parameters", None) or {}
     if kinds is None or not all(kind in parameters for kind in kinds):
@@ -163,7 +153,7 @@ def _rotations_differ(config: PreTrainedConfig, layers: tuple[int, ...]) -> bool
 
 @register_layer(ModaOptions)
 class ModaMemory(MemoryModule):
-    """A layer's part of attention over the depth: a gate per head, and projections of the slots that the layer writes."""
+    """A layer's attention over the depth: a gate per head, and projections of the slots that it writes."""
 
     sites = (ModaSite,)
 
@@ -181,13 +171,12 @@ class ModaMemory(MemoryModule):
     def forward(self, read: torch.Tensor, *, slot: SlotSource | None = None, **depth: Any) -> Any:
         """Write a slot, or read the slots of earlier layers.
 
+        Return a key and a value, each `[B, K, T, d]`, before norm and rotation; or the result of `attend`.
+
         Args:
             read: Hidden states `[B, T, D]` if a slot is written; else queries `[B, H, T, d]`, rotated as the slots are.
             slot: Source of the slot to write. Default: none, slots are read.
             depth: Arguments of `attend` other than the queries, if slots are read.
-
-        Returns:
-            A key and a value, each `[B, K, T, d]`, before norm and rotation; or the result of `attend`.
         """
         if slot is None:
             return self.attend(read, **depth)
@@ -209,15 +198,14 @@ class ModaMemory(MemoryModule):
     ) -> HeadsOutput:
         """Attend to the sequence and to the slots, and join both results (`joint_attention`).
 
+        Return the output of the heads, `[B, T, H, d]`, and attention weights to the sequence, if known, which sum to 1 minus the
+        weight of the depth.
+
         Args:
             query: `[B, H, T, d]`, rotated as the keys of the slots are.
             sequence: The layer's attention to the sequence.
             keys: Like `values` n tensors `[B, K, T, d]`, from the oldest slot to the newest.
             values: The values of these slots.
-
-        Returns:
-            The output of the heads, `[B, T, H, d]`, and attention weights to the sequence, if they are known, which sum to 1 minus
-            the weight of the depth.
         """
         output, weights, lse = sequence.with_log_sum()
         read, depth_lse = depth_attention(query, keys, values, sequence.scaling, sequence.softcap)
@@ -241,7 +229,7 @@ class ModaMemory(MemoryModule):
 
 
 class _Bounded(torch.autograd.Function):
-    """Numbers clamped to 0 ... 1. The gradient passes, so a gate of 0 learns, unless a step along it would leave the range."""
+    """Numbers clamped to 0 ... 1; gradients pass, so a gate of 0 learns, unless a step leaves the range."""
 
     @staticmethod
     def forward(ctx: Any, raw: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Mixture-of-depths attention (MoDA): heads also read what earlier layers wrote at the same position (section 2)."""
+"""Mixture-of-depths attention: heads also read what earlier layers wrote at their token (section 2)."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -11,8 +11,7 @@ from midus_hf.memories.registry import register_memory
 
 _DEPTH_STD = 0.02
 
-# Origin of a slot. `attention`: the keys and values of attention, or other projections of the same input. `ffn`:
-# projections of the feed-forward network's input.
+# `attention`: its keys and values, or other projections of its input. `ffn`: projections of the network's input.
 SlotSource = Literal["attention", "ffn"]
 
 
@@ -26,7 +25,7 @@ class Slot(NamedTuple):
 @register_memory("moda", default_name="depth-attention")
 @dataclass(kw_only=True)
 class ModaOptions(MemoryOptions):
-    """Slots that layers write, slots that later layers read, and the way in which heads join the depth with the sequence."""
+    """Slots that layers write and later layers read, and how heads join the depth with the sequence."""
 
     sites = ("inside-attention",)
     attends = True
@@ -90,7 +89,7 @@ class ModaOptions(MemoryOptions):
         return head_projections(sizes)
 
     def tensors_at(self, sizes: ModelSizes, index: int, count: int) -> dict[str, DeclaredTensor]:
-        """Return the tensors that a layer uses: the first layer reads no slots, and no layer reads the last layer's slots."""
+        """Return a layer's tensors: the first layer reads no slots, and nobody reads the last layer's."""
         return {
             name: tensor
             for name, tensor in self.tensors(sizes).items()

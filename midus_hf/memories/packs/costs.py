@@ -1,4 +1,4 @@
-"""FLOPs of packs, for tokens that read the largest number of packs that options allow, of `TOKENS` tokens each."""
+"""FLOPs of packs, for tokens that read as many packs as options allow, of `TOKENS` tokens each."""
 
 from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.flops import attention_products, attention_weights, flops_of

@@ -1,4 +1,4 @@
-"""The glossary of a model: entries of names and a text, in a readable file next to the weights, which may change at any time."""
+"""A model's glossary: entries of names and a text, in a readable file next to the weights."""
 
 import difflib
 import itertools
@@ -27,7 +27,6 @@ from midus_hf.memories.packs.names import (
 )
 from midus_hf.memories.packs.opening import OpeningTracker, learn_chat_marks, readings_of
 
-# Number of names and texts that are tokenised at once.
 _CHECKED_AT_ONCE = 1000
 # The most frequent words of a vocabulary, in whose order frequent tokens come first: almost every text has one.
 _COMMON_WORDS = 1000
@@ -37,13 +36,10 @@ UNPROTECTED = "protected texts ({}) are not checked against the new names; the m
 
 
 class Entry(NamedTuple):
-    """An entry of a glossary.
+    """An entry of a glossary: its names, as they were given, and what the model should know about them.
 
-    Args:
-        names: The names, as they were given.
-        text: What the model should know about them.
-        exact: Whether names match only with their case and separators, and without an s. Default: false; short names and those with
-            a capital inside keep their case.
+    `exact` names match only with their case and separators, and without an s. Default: false; short names and those with a capital
+    inside keep their case.
     """
 
     names: tuple[str, ...]
@@ -54,8 +50,7 @@ class Entry(NamedTuple):
 def entry_of(row: Mapping[str, Any], where: str) -> Entry:
     """Return the entry of a row with `name`, a name or a list of names, `text`, and perhaps `exact`.
 
-    Raises:
-        RequestError: If a name or the text is invalid, or a name seems to be several; `where` says whose row it is.
+    A `RequestError` names `where` for an invalid name or text, or a name that seems to be several.
     """
     given, text, exact = row.get("name"), row.get("text"), row.get("exact")
     names = [given] if isinstance(given, str) else given
@@ -94,11 +89,7 @@ def names_of(number: int, entry: Entry) -> dict[Name, str]:
 
 
 def read_glossary(folder: Path) -> list[Entry]:
-    """Return the entries in a checkpoint's folder.
-
-    Raises:
-        RequestError: If the file is absent, or a row is not an entry.
-    """
+    """Return the entries in a checkpoint's folder; a `RequestError` without a file or for an invalid row."""
     path = folder / GLOSSARY_FILE
     try:
         with path.open(encoding="utf-8-sig") as file:  # whose lines end only at line breaks, not at U+2028
@@ -157,7 +148,6 @@ class LoadedGlossary:
         self._frequent = [*frequent]
         self._not_forms = {word for word in frequent if word.endswith("s")}
         self._names = {number: [*names_of(number, entry)] for number, entry in self._entries.items()}
-        #: The names, as texts are compared with them.
         self.index = NameIndex(itertools.chain(*self._names.values()), self._not_forms)
         self._links: dict[int, tuple[NameIndex, tuple[int, ...]]] = {}
         #: What the tokenizer's chat template writes around questions, and why it is None in spite of a template.
@@ -178,11 +168,11 @@ class LoadedGlossary:
         return self._entries[number]
 
     def token_prefix(self, in_chat: bool) -> Sequence[int]:
-        """Return the tokens before a text when it is read: in a chat, those before what a user says; else, those of a text."""
+        """Return the tokens before a text when it is read: in a chat, those before what a user says."""
         return self.chat_marks.in_front if in_chat and self.chat_marks else self.spelling.in_front
 
     def tokens_of(self, numbers: Iterable[int], max_tokens: int) -> dict[int, list[int]]:
-        """Return the tokens that are read of entries, at most `max_tokens` each, without entries that were removed."""
+        """Return the tokens that are read of entries, at most `max_tokens` each, without removed entries."""
         texts = {number: entry.text for number in numbers if (entry := self._entries.get(number)) is not None}
         ids = self.spelling.ids_of([*texts.values()], special_tokens=False) if texts else []
         return {number: each[:max_tokens] for number, each in zip(texts, ids, strict=True)}
@@ -199,13 +189,9 @@ class LoadedGlossary:
         return links
 
     def open_at_end(self, ids: Iterable[int]) -> list[Entry]:
-        """Return the entries that the last token of a text reads, as the answer of `generate` does from its first token on.
+        """Return the entries that a text's last token, and an answer to it, reads, the latest named last.
 
-        Args:
-            ids: Ids as the model reads them, `[T]`: of a chat, what `apply_chat_template` returns with `add_generation_prompt=True`.
-
-        Returns:
-            The entries in the order in which they are read, the latest named last.
+        `ids` are as the model reads them, `[T]`: of a chat, what `apply_chat_template` returns with `add_generation_prompt=True`.
 
         Raises:
             RequestError: If the glossary is not that of a model that `from_pretrained` loaded.
@@ -250,7 +236,7 @@ class Glossary(LoadedGlossary):
         self._next = len(self._entries) + 1
 
     def add(self, names: str | Sequence[str], text: str, *, exact: bool = False, common_names: bool = False) -> None:
-        """Add an entry. A warning says if its text is longer than what is read, or if protected texts may have its names.
+        """Add an entry. A warning says if its text is too long, or if protected texts may have its names.
 
         Args:
             names: A name, or several.
@@ -267,7 +253,7 @@ class Glossary(LoadedGlossary):
     def replace(
         self, names: str | Sequence[str], text: str, *, exact: bool | None = None, common_names: bool = False
     ) -> None:
-        """Replace the text of the entry with a name, and add names that are new; otherwise as `add`. `exact`: None leaves it.
+        """Replace the text of the entry with a name, and add new names, as `add` does; `exact` None leaves it.
 
         Raises:
             RequestError: If no entry has a name, or two have, or for the reasons of `add`.
@@ -276,11 +262,7 @@ class Glossary(LoadedGlossary):
         self._warn_about_change(self.change([("the new text", row)], replaces=True, common_names=common_names))
 
     def remove(self, *names: str) -> list[Entry]:
-        """Remove all entries that names find, in any form in which they are found in texts, and return them.
-
-        Raises:
-            RequestError: If a name finds none.
-        """
+        """Remove and return all entries that names find, in any form; a `RequestError` if one finds none."""
         with self._changing.held:
             numbers = dict.fromkeys(number for name in names for number in self._numbers(name))
             removed = [self._entries[number] for number in numbers]
@@ -290,15 +272,12 @@ class Glossary(LoadedGlossary):
     def change(
         self, rows: Iterable[tuple[str, Mapping[str, Any]]], *, replaces: bool = False, common_names: bool = False
     ) -> GlossaryChange:
-        """Add the entries of rows, or replace those that they name; all rows or none.
+        """Add the entries of rows, or replace those that they name, all or none; raises as `add`, `replace`.
 
         Args:
             rows: Origin of each row for messages, and the row, as for `entry_of`. Rows with the same names are joined.
             replaces: Whether each row has a name of an entry, which gets its text, its new names and, if given, its `exact`.
             common_names: Whether a new name may be a frequent word. Default: false.
-
-        Raises:
-            RequestError: As `add` and `replace` do.
         """
         with self._changing.held:
             old: dict[str, int] = {}
@@ -330,7 +309,7 @@ class Glossary(LoadedGlossary):
         return GlossaryChange([*entries.values()], sum(lengths), new_names, remarks)
 
     def _find_single_entry(self, entry: Entry, where: str) -> int:
-        """Return the number of the entry that names find; refuse those of several, and names without one."""
+        """Return the number of the entry that names find; refuse several, and names without one."""
         found = dict.fromkeys(number for name in entry.names for number in self.index.entries_of(name))
         numbers = [*found] or self._numbers(entry.names[0])
         if len(numbers) > 1:
@@ -354,7 +333,7 @@ class Glossary(LoadedGlossary):
                 yield given
 
     def _warn_about_change(self, change: GlossaryChange) -> None:
-        """Warn of what a change leaves out, and end what is recorded about protected texts if there are new names."""
+        """Warn of what a change leaves out; new names end what is recorded about protected texts."""
         for line in change.remarks:
             warnings.warn(line, stacklevel=3)
         for options in self.recorded if change.new_names else ():
@@ -376,7 +355,7 @@ class Glossary(LoadedGlossary):
         self.index = NameIndex(itertools.chain(*self._names.values()), self._not_forms)
 
     def _check_spelling(self, entries: Mapping[str, Entry]) -> list[int]:
-        """Refuse names and texts that tokens of the model do not spell; return how many tokens each text has."""
+        """Refuse names and texts that tokens do not spell; return how many tokens each text has."""
         lengths, added = [], self.spelling.tokenizer.added_tokens_decoder.values()
         special_texts = {token.content.casefold(): token.content for token in added if token.special}
         parts = (
@@ -411,7 +390,7 @@ class Glossary(LoadedGlossary):
         return lengths
 
     def _numbers(self, name: str) -> list[int]:
-        """Return the numbers of the entries that a name finds; several only in files that were written by hand."""
+        """Return the entries that a name finds; several only in files that were written by hand."""
         if not (found := self.index.entries_of(name)):
             similar = self.suggest_names(name)
             remedy = (
@@ -432,15 +411,11 @@ class Glossary(LoadedGlossary):
         return [*self._entries.items()]
 
     def named(self, ids: Iterable[int]) -> list[int]:
-        """Return the entries whose names occur in the tokens of a text, in order, without those within longer names."""
+        """Return the entries named in tokens, in order, without names within longer ones."""
         return [*dict.fromkeys(each.entry for each in find_names(self.index, map(self.spelling.piece, ids)))]
 
     def forms(self, ids: Iterable[int]) -> dict[str, int]:
-        """Return names in the tokens of a text that are not spelled as an entry has them: with other separators, or an s.
-
-        Returns:
-            The number of the entry by the name as the text has it.
-        """
+        """Return entries by names in tokens with other separators, or an s, than an entry has."""
         found = {each.written: each.entry for each in find_names(self.index, map(self.spelling.piece, ids))}
         return {
             written: number
@@ -449,7 +424,7 @@ class Glossary(LoadedGlossary):
         }
 
     def names_in_front(self, text: str, in_chat: bool = True) -> str:
-        """Return names to put before a text, each on a line, as `midus ask` does, so that all its words read the entries.
+        """Return names to put before a text, each on a line, so that all its words read the entries.
 
         Args:
             text: What a user asks.
@@ -459,10 +434,10 @@ class Glossary(LoadedGlossary):
         return "".join(f"{self[number].names[0]}\n" for number in numbers if not in_chat or len(numbers) == 1)
 
     def opened(self, ids: Iterable[int]) -> list[tuple[int, int]]:
-        """Return where a pass over tokens opens an entry: the number of the token, from 0, and of the entry, in order.
+        """Return where a pass opens an entry: the number of the token, from 0, and of the entry, in order.
 
-        Before the first, a text keeps the logits of the model without packs, bit for bit. A name whose word goes on in a later token
-        ("Ann" + "apolis") opens its entry up to there, so the same characters in other tokens may open none.
+        Before the first, a text keeps the logits of the model without packs, bit for bit. A name whose word goes on in a later
+        token ("Ann" + "apolis") opens its entry up to there, so the same characters in other tokens may open none.
         """
         names = names_in(self.index, map(self.spelling.piece, ids))
         return [(at, match.entry) for at, token in enumerate(names) for match in token.opens]
@@ -490,13 +465,9 @@ def _renewed(old: Entry, new: Entry, has_exact: bool) -> Entry:
 
 
 def joined(rows: Iterable[tuple[str, Entry]]) -> tuple[dict[str, Entry], int]:
-    """Join entries with the same names, whose texts are joined by a line break, by the origins of their rows.
+    """Join entries of rows with the same names, by origin; also return how many rows repeat another one.
 
-    Returns:
-        The entries, by the origin of the first row of each, and the number of rows that repeat the names and text of another one.
-
-    Raises:
-        RequestError: If a text could have a name of two entries, as names are compared.
+    Texts are joined by a line break. A `RequestError` if a text could have a name of two entries, as names are compared.
     """
     texts: dict[tuple[frozenset[str], bool], tuple[str, Entry, dict[str, None]]] = {}
     owners: dict[str, list[tuple[Name, tuple[frozenset[str], bool], str]]] = {}

@@ -1,4 +1,4 @@
-"""Packs in a model: what its sequences have open, the service that finds it, and attention to packs and the sequence at once."""
+"""Packs in a model: what its sequences have open, the service that finds it, and attention to packs."""
 
 import hashlib
 import os
@@ -47,7 +47,7 @@ _NO_TOKEN = -1
 
 
 class CachedRows:
-    """Trackers of rows, cached for the next pass: none in a copy or a pickle, nor after a change of the state in the cache."""
+    """Trackers of rows for the next pass: none in a copy or a pickle, nor after a change of the state."""
 
     def __init__(self, rows: Sequence[OpeningTracker] = (), changes: int = -1):
         self._rows, self._changes = rows, changes
@@ -62,7 +62,7 @@ class CachedRows:
 
 
 class SequenceOpenings:
-    """What the sequences of a batch have open, from pass to pass by a state in their cache, if there is one.
+    """What the sequences of a batch have open, from pass to pass by a state in their cache, if any.
 
     The state keeps `ids`, `[B, S]`, of all tokens so far (-1 for padding, and for earlier documents); `open`, states after the last
     tokens; and `spare`, as `without_last` takes it.
@@ -75,7 +75,7 @@ class SequenceOpenings:
     def read(
         self, tokens: torch.Tensor, positions: Sequence[Sequence[int]], begins: torch.Tensor | None
     ) -> list[list[Reading]]:
-        """Return what tokens, `[B, T]` (-1 for padding), read, and keep what the next pass needs; `begins`: of documents, bool."""
+        """Return what tokens `[B, T]` (-1: padding) read, and keep the state; `begins`: of documents, bool."""
         rows = self._trackers(positions)
         starts = [None] * len(rows) if begins is None else begins.tolist()
         read = [readings_of(*each) for each in zip(rows, tokens.tolist(), positions, starts, strict=True)]
@@ -84,7 +84,7 @@ class SequenceOpenings:
         return [readings for readings, _ in read]
 
     def _trackers(self, positions: Sequence[Sequence[int]]) -> Sequence[OpeningTracker]:
-        """Return the openings of each row before the first token: those of the last pass, or made from the state."""
+        """Return the openings of each row before the first token, of the last pass or the state."""
         if not self._kept or self._state is None:
             return [OpeningTracker(self._glossary, self._options) for _ in positions]
         cached = self._state.shared.pop("rows", CachedRows()).rows(self._glossary, self._state)
@@ -130,10 +130,10 @@ class SequenceOpenings:
 
 
 class PacksService(BankService):
-    """Packs that the tokens of a pass read, as `packs`, an `OpenPacks`; where no token reads one, the memory has nothing to do.
+    """Packs that the tokens of a pass read, as `packs`, an `OpenPacks`; not given if no token reads one.
 
-    The first layer with the memory has a state in the cache, for `SequenceOpenings` and `KeptPacks`. A pass without a cache computes
-    the packs that it reads.
+    The first layer with the memory has a state in the cache, for `SequenceOpenings` and `KeptPacks`. A pass without a cache
+    computes the packs that it reads.
     """
 
     key = "packs"
@@ -217,7 +217,7 @@ class PacksService(BankService):
         device: torch.device,
         kept: KeptPacks,
     ) -> OpenPacks | None:
-        """Return the packs that the tokens of rows read; None if their entries were removed since their names were found."""
+        """Return the packs that tokens read; None if their entries were removed since they were found."""
         glossary = self.glossary
         assert glossary is not None
         key = tuple(map(tuple, rows)), device, model.dtype
@@ -240,7 +240,6 @@ class PacksService(BankService):
 
     @staticmethod
     def layer_arguments(value: Any, name: str, layer: int) -> Keywords:
-        """Return the packs that tokens read."""
         return {"packs": value[name]}
 
     def prepare_inputs(self, inputs: Keywords, attention_mask: object) -> None:
@@ -258,7 +257,7 @@ class PacksService(BankService):
         super().after_loading(name, arguments)
 
     def open_bank(self, folder: Path | None, arguments: Keywords) -> None:
-        """Read the glossary and the tokenizer, or raise `RequestError` if either is absent, or a row is not an entry."""
+        """Read the glossary and the tokenizer, or raise `RequestError` if either is absent or wrong."""
         if folder is None:
             raise RequestError(
                 "the glossary of this model is not at hand, without which no name would be known; expected a folder, or a repository "
@@ -294,7 +293,7 @@ def _warn_without_folder() -> None:
 
 
 def _refuse_shards(model: HostStack) -> None:
-    """Refuse sharded parameters, since processes would wait for one another in the pass over an entry's text."""
+    """Refuse sharded parameters: processes would wait for one another in the pass over an entry's text."""
     for name, parameter in model.named_parameters():
         is_flat = hasattr(parameter, "ds_id") or hasattr(parameter, "_is_flat_param")
         if is_flat or type(parameter).__name__ == "DTensor":
@@ -305,7 +304,7 @@ def _refuse_shards(model: HostStack) -> None:
 
 
 class PacksSite(InsideAttention):
-    """Heads of a layer that also read packs. Other memories change their output for the sequence and the packs."""
+    """Heads that also read packs. Other memories change their output for the sequence and the packs."""
 
     def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
         super().__init__(layer, config, memories)
@@ -333,7 +332,7 @@ class PacksSite(InsideAttention):
 
 @register_layer(PacksOptions)
 class PacksMemory(MemoryModule):
-    """A layer's part of packs: it has no tensors, and reads keys and values of the texts whose names are open.
+    """A layer's part of packs, without tensors: reads keys and values of texts whose names are open.
 
     A pack ends `distance` positions before the last token of its name. Its scores are raised by `score_bias`, in a chat by
     `chat_score_bias`; at 0, a token reads the same as if the pack's text were there.
@@ -352,9 +351,8 @@ class PacksMemory(MemoryModule):
     def forward(self, *, sequence: SequenceHeads, packs: OpenPacks) -> HeadsOutput:
         """Attend to the sequence and to the packs of each token, in one softmax.
 
-        Returns:
-            The output of the heads, `[B, T, H, d]`, where a token reads no pack that of the sequence, bit for bit; and attention
-            weights to the sequence, if they are known, which sum to less than 1 where a token reads a pack.
+        Return the output of the heads, `[B, T, H, d]`, bit for bit that of the sequence where a token reads no pack; and attention
+        weights to the sequence, if known, which sum to less than 1 where a token reads one.
         """
         if packs.is_whole and sequence.query.shape[2] == 1 and sequence.mask is None:  # a step of a generation
             (part,) = packs.parts

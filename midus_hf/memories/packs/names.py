@@ -19,11 +19,9 @@ _APOSTROPHES, _HYPHENS = "\u2018\u2019\u201a\u201b\u02bc\u2032", "\u2010\u2011\u
 _PLAIN_CHARACTERS = str.maketrans({**dict.fromkeys(_APOSTROPHES, "'"), **dict.fromkeys(_HYPHENS, "-")})
 # Unicode's line-break classes of scripts without spaces.
 _WITHOUT_SPACES = r"[\p{lb=ID}\p{lb=CJ}\p{lb=NS}\p{lb=SA}\p{lb=AK}\p{lb=AP}\p{lb=AS}]"
-# Vowels and final consonants of Hangul, which end a syllable.
 _ENDS_SYLLABLE = r"[\p{lb=JV}\p{lb=JT}]"
 # Script whose words have particles attached, as Unicode names its letters.
 _WITH_PARTICLES = "HANGUL"
-# Characters within names that are compared as a space.
 _NAME_SEPARATORS = ("-", "_")
 # Names with at least this many letters are also found with an s.
 _LETTERS_BEFORE_S = 4
@@ -32,7 +30,7 @@ _LOOKBACK = 16
 
 
 class Character(NamedTuple):
-    """A character as names are compared: folded (a space for white space), and as written (empty after the first folded one)."""
+    """A character, folded (a space for white space), and as written (empty after the first folded one)."""
 
     folded: str
     written: str
@@ -71,7 +69,7 @@ def characters_of(character: str) -> tuple[Character, ...]:
 
 
 def is_within_word(before: Character, character: Character) -> bool:
-    """Return whether a character continues a word, which ends at signs and where the script changes or has no spaces."""
+    """Return whether a character continues a word; signs, another script and one without spaces end it."""
     if not (before.is_word and character.is_word):
         return False
     changes = before.script != character.script and "" not in (before.script, character.script)
@@ -96,7 +94,7 @@ def spelled(text: str) -> tuple[str, str]:
 
 
 def compared(text: str) -> tuple[str, str]:
-    """Return a text as `spelled` does, with a space for a hyphen or "_" between letters or digits, as names are compared."""
+    """Return `spelled` of a text, with a space for a hyphen or "_" between letters or digits."""
     read = _read_characters(text)
     for at in range(1, len(read) - 1):
         is_separator = read[at].folded in _NAME_SEPARATORS
@@ -106,7 +104,7 @@ def compared(text: str) -> tuple[str, str]:
 
 
 class Name(NamedTuple):
-    """A name of an entry as it is compared; `written` has its case, if case matters, and if exact its own separators."""
+    """An entry's name as compared; `written` has its case, if that matters, and its separators if exact."""
 
     entry: int
     folded: str
@@ -119,7 +117,7 @@ class Name(NamedTuple):
 
 
 def name_of(entry: int, name: str, exact: bool = False) -> Name:
-    """Return a name of an entry; an `exact` one, one of at most three characters or with a capital inside keep their case."""
+    """Return an entry's name, in its case if exact, short (up to 3 characters) or with a capital inside."""
     folded, written = compared(name)
     if exact:
         return Name(entry, folded, spelled(name)[1], True)
@@ -136,11 +134,9 @@ def _with_s(name: Name) -> Name | None:
 
 
 class NameIndex:
-    """Sorted names, compared with a text character by character: a node is a range of names with a common prefix. Immutable.
+    """Sorted names, compared by characters: a node is a range of names with a common prefix. Immutable.
 
-    Args:
-        names: The names.
-        not_forms: Words that are not a name and an s, such as frequent ones. Default: names are not found with an s.
+    `not_forms` are words that are no name and an s, such as frequent ones. Default: names are not found with an s.
     """
 
     def __init__(self, names: Iterable[Name] = (), not_forms: Collection[str] | None = None):
@@ -216,8 +212,6 @@ class TokenNames(NamedTuple):
 
 
 class _PartialMatch(NamedTuple):
-    """A name that has begun, the text since, and whether that ends in a hyphen or "_" as a space."""
-
     node: tuple[int, int, int]
     token: int
     first: int
@@ -226,11 +220,10 @@ class _PartialMatch(NamedTuple):
 
 
 class NameScan:
-    """Names in the tokens of one text, token by token: the result of a token depends only on it and earlier tokens."""
+    """Names in tokens, one by one: the result of a token depends only on it and earlier tokens."""
 
     def __init__(self, index: NameIndex):
         self.index = index
-        #: Characters that were read.
         self.count = 0
         self._token = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -306,7 +299,7 @@ def names_in(index: NameIndex, pieces: Iterable[bytes | None]) -> Iterator[Token
 
 
 def find_names(index: NameIndex, text: str | Iterable[bytes | None]) -> list[NameMatch]:
-    """Return the names in a text, or in the bytes of its tokens, in order, without those within longer names."""
+    """Return the names in a text, or in bytes of tokens, in order, without those within longer names."""
     found: list[NameMatch] = []
     for token in names_in(index, [text.encode()] if isinstance(text, str) else text):
         for each in token.closes:
@@ -320,7 +313,7 @@ def find_names(index: NameIndex, text: str | Iterable[bytes | None]) -> list[Nam
 
 
 class TokenSpelling:
-    """The bytes that tokens of a fast tokenizer spell: byte-level, with byte fallback or metaspaces, of words or their pieces."""
+    """Bytes that a fast tokenizer's tokens spell: byte-level, byte fallback, metaspaces or word pieces."""
 
     def __init__(self, tokenizer: Any):
         if not getattr(tokenizer, "is_fast", False):
@@ -383,7 +376,7 @@ class TokenSpelling:
 
 
 def whole_words(spelling: TokenSpelling) -> Iterator[str]:
-    """Yield the words of two letters or more that are one token with a space in front, frequent ones first."""
+    """Yield words of two letters or more that are one token with a space in front, frequent ones first."""
     for token in range(len(spelling.tokenizer)):
         text = (spelling.piece(token) or b"").decode("utf-8", "replace")
         if text.startswith(" ") and len(text) > 2 and text[1:].isalpha():
@@ -392,7 +385,7 @@ def whole_words(spelling: TokenSpelling) -> Iterator[str]:
 
 @functools.cache
 def _byte_of_character() -> Mapping[str, int]:
-    """Return the byte of each character of a byte-level vocabulary, where printable characters are their own."""
+    """Return the byte of each character of a byte-level vocabulary; printable characters are their own."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Which pack each token of a text reads: whose turn it is in a chat, and what the names in the text open."""
+"""Which pack each token of a text reads: whose turn it is in a chat, and what names in the text open."""
 
 import contextlib
 import itertools
@@ -14,11 +14,8 @@ from midus_hf.memories.packs.names import NameIndex, NameMatch, NameScan, TokenS
 
 # Where a token stands: in a text that is no chat so far, in what a user asks, or in the answer to it.
 TEXT, QUESTION, ANSWER = range(3)
-# Contents of messages in chats that are rendered to see what stands between them, by role.
 _QUESTIONS, _ANSWER, _PROMPT = (b"quokka", b"numbat"), b"wombat", b"bilby"
-# As `TokenSpelling.written` gives it.
 _SPECIAL = rb"\0[^\0]*\0"
-# Special tokens, words and single characters.
 _UNITS = re.compile(rb"\0[^\0]*\0|[0-9A-Za-z\x80-\xff]+|[^\0]", re.DOTALL)
 # What a mark has at least that is only a part of what a template writes: a special token, or a word.
 _IS_CLEAR = re.compile(rb"\0|[A-Za-z\x80-\xff]{3}")
@@ -26,7 +23,7 @@ _READ_AS_TEXT = "packs close at the ends of lines in chats, as in other texts."
 
 
 class ChatMarks(NamedTuple):
-    """What a chat template writes between the contents of messages, in bytes that tokens spell, with white space collapsed."""
+    """What a chat template writes between contents, in bytes that tokens spell, white space collapsed."""
 
     question: bytes  # before each content of a user, from where it differs from what stands before answers
     answer: bytes  # between a user's content and each answer to it, with and without thoughts
@@ -35,7 +32,7 @@ class ChatMarks(NamedTuple):
 
 
 class _Rendering(NamedTuple):
-    """A chat as its template renders it: what stands before the content of each user, and after it up to the answer."""
+    """A rendered chat: what stands before the content of each user, and after it up to the answer."""
 
     text: str
     ids: list[int]
@@ -44,7 +41,7 @@ class _Rendering(NamedTuple):
 
 
 def learn_chat_marks(spelling: TokenSpelling) -> tuple[ChatMarks | None, str | None]:
-    """Return the marks that a tokenizer's chat template writes; or None, and why chats are read as other texts."""
+    """Return the marks that a chat template writes; or None, and why chats are read as other texts."""
     if not spelling.tokenizer.chat_template:
         return None, None
     remarks: list[str] = []
@@ -64,7 +61,7 @@ def learn_chat_marks(spelling: TokenSpelling) -> tuple[ChatMarks | None, str | N
 
 
 def _render_chats(spelling: TokenSpelling, in_parts: bool) -> list[_Rendering]:
-    """Render a question, an earlier one with it, one without thoughts, and system prompts where the template takes them."""
+    """Render a question, an earlier one with it, one without thoughts, and system prompts if possible."""
 
     def message(role: str, content: bytes) -> dict[str, Any]:
         text = content.decode()
@@ -84,7 +81,6 @@ def _render_chats(spelling: TokenSpelling, in_parts: bool) -> list[_Rendering]:
 
 
 def _learn_marks(spelling: TokenSpelling, renderings: Sequence[_Rendering]) -> ChatMarks | None:
-    """Return marks that hold in all renderings; None without."""
     if not all(rendering.before_users and rendering.after_users for rendering in renderings):
         return None
     before = [each for rendering in renderings for each in rendering.before_users]
@@ -117,7 +113,7 @@ def _read_rendering(spelling: TokenSpelling, text: str) -> _Rendering:
 
 
 def _question_marks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield what may mark questions: what stands directly before each, else what stands somewhere before each."""
+    """Yield what may mark questions: what stands directly before each, else somewhere before each."""
     common = _common_beginning([each[::-1] for each in before])[::-1]
     # From the last special token by which a question differs from an answer, without the end of the message before.
     parts = [common[found.start() :] for found in re.finditer(_SPECIAL, common)]
@@ -126,7 +122,7 @@ def _question_marks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator
 
 
 def _answer_marks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield what may mark answers: what stands directly after each question, else what stands somewhere after each."""
+    """Yield what may mark answers: what stands directly after each question, else somewhere after each."""
     parts = [each for each in _common_parts(after) if not any(each in other for other in before)]
     yield from _stripped([_common_beginning(after), *parts])
 
@@ -164,7 +160,7 @@ def _holds(marks: ChatMarks, spelling: TokenSpelling, ids: Sequence[int]) -> boo
 
 
 def _read_before_user(spelling: TokenSpelling, question: bytes, renderings: Sequence[_Rendering]) -> list[int]:
-    """Return the tokens from the mark of a question to a user's content, without a system prompt in between."""
+    """Return the tokens from a question's mark to a user's content, without a system prompt in between."""
     written: list[list[int]] = []
     for rendering, content in zip(renderings, _QUESTIONS, strict=False):
         ids = _tokenize(spelling, rendering.text[: rendering.text.index(content.decode())])
@@ -190,12 +186,11 @@ def _common_beginning(texts: Sequence[bytes]) -> bytes:
 
 
 def _spelled(spelling: TokenSpelling, ids: Sequence[int]) -> bytes:
-    """Return what tokens spell, with white space collapsed."""
     return _collapsed(b"".join(map(spelling.written, ids)))
 
 
 def _collapsed(text: bytes) -> bytes:
-    """Return a text in which each run of white space is a line break, if it has one, and otherwise a space."""
+    """Return a text with a line break, or else a space, for each run of white space."""
     return re.sub(rb"\s+", lambda run: b"\n" if b"\n" in run[0] else b" ", text)
 
 
@@ -245,7 +240,7 @@ TokensAt = Callable[[int, int], Sequence[int]]
 
 
 class NamedEntries(Protocol):
-    """What is asked of a glossary: its names, what tokens spell, marks of chats, and entries that an entry links to."""
+    """A glossary as tokens ask it: names, what tokens spell, marks of chats, and linked entries."""
 
     index: NameIndex
     spelling: TokenSpelling
@@ -280,7 +275,7 @@ class Opening(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """What a row has open after a token, the latest opening first, whose turn it is, and the position of the turn's first token."""
+    """What a row has open after a token, the latest first, whose turn it is, and where the turn began."""
 
     openings: tuple[Opening, ...] = ()
     turn: int = TEXT
@@ -340,7 +335,7 @@ class OpeningTracker:
         self._turns.turn = turn
 
     def _end_line(self, token: int) -> int | None:
-        """Return the position of the last letter or digit of the line that ends in the latest token; None if none ends."""
+        """Return where the last letter or digit of a line that ends here is; None if none ends."""
         piece, number = self.glossary.spelling.piece(token), len(self._tokens) - 1
         if piece is None:
             self._special = number if token >= 0 else self._special
@@ -383,7 +378,7 @@ class OpeningTracker:
         return bool(names.closes or names.opens or has_ended or has_turned)
 
     def _opening(self, match: NameMatch, position: int) -> Opening:
-        """Return the opening by a name that ends in the latest token. An entry that was named shortly before is read as it was."""
+        """Return the opening by a name that ends here; an entry named shortly before is read as it was."""
         begins, ends = self._place(match.token, match.first), self._place(len(self._tokens), match.end)
         before = next((each for each in self._openings if each.entry == match.entry), None)
         asks = self._turns.turn == QUESTION
@@ -399,7 +394,7 @@ class OpeningTracker:
         return position * _MAX_CHARACTERS_PER_TOKEN + character - before
 
     def _latest_openings(self) -> list[Opening]:
-        """Return the latest opening of each entry, except those whose name is within a longer one, which replaces them."""
+        """Return each entry's latest opening, except those whose name is within a longer one."""
         latest: list[Opening] = []
         for each in self._openings:
             is_within = any(
@@ -413,7 +408,7 @@ class OpeningTracker:
         return latest
 
     def _read_entries(self) -> dict[int, Opening]:
-        """Return the entries that the latest token reads, by their openings: named ones, the latest first, then linked ones."""
+        """Return entries that the latest token reads, by openings: named ones, the latest first, then linked."""
         read = {each.entry: each for each in self._latest_openings()}
         for each in [*read.values()] if self.options.links else ():
             for linked in self.glossary.linked(each.entry):
@@ -433,7 +428,7 @@ class OpeningTracker:
         return PackKey(tuple(entries), in_chat, words), max(each.place for each in openings)
 
     def _words(self, opening: Opening) -> tuple[int, ...]:
-        """Return the last words of a user's turn before the name that opens an entry; none without a letter or digit."""
+        """Return the last words of a user's turn before an opening; none without a letter or digit."""
         if opening.turn < 0:
             return ()
         first, end = max(opening.turn, opening.words - _MAX_WORDS), opening.words
@@ -451,7 +446,7 @@ class OpeningTracker:
 def readings_of(
     row: OpeningTracker, tokens: Sequence[int], positions: Sequence[int], begins: Sequence[bool] | None
 ) -> tuple[list[Reading], list[RowState]]:
-    """Return what the tokens of a row (-1 for padding) read, and the state after each; `begins`: where documents begin."""
+    """Return what a row's tokens (-1: padding) read, and the state after each; `begins`: of documents."""
     readings: list[Reading] = []
     after: list[RowState] = []
     pack, start, state = row.pack(), 0, row.state
@@ -472,7 +467,7 @@ def readings_of(
 
 
 def kept_openings(options: Any) -> int:
-    """Return how many openings are kept: those that are read, and others that return if a name continues as another word."""
+    """Return how many openings are kept: those read, and others that return if a name's word goes on."""
     return 2 * options.open + 2
 
 
@@ -482,7 +477,7 @@ def state_shape(options: Any) -> tuple[int, int]:
 
 
 def states_tensor(rows: Sequence[Sequence[RowState]], options: Any) -> torch.Tensor:
-    """Return states after tokens, `[B, T, 1 + kept, 7]`, int64: the turn, and openings; an entry of 0 means none."""
+    """Return states after tokens, `[B, T, 1 + kept, 7]`, int64: the turn, and openings; entry 0: none."""
     kept, size = state_shape(options)
     filled = [
         [

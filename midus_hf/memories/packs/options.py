@@ -1,4 +1,4 @@
-"""Packs: keys and values of an entry's text, which tokens attend to from the entry's name on; and the file of entries."""
+"""Packs: keys and values of an entry's text, which tokens attend to from its name on; their file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from midus_hf.memories.registry import Memories, register_memory
 @register_memory("packs")
 @dataclass(kw_only=True)
 class PacksOptions(MemoryOptions):
-    """How packs are read. The texts are in the checkpoint's folder (`glossary.jsonl`), and the memory has no tensors."""
+    """How packs are read. Texts are in the checkpoint's `glossary.jsonl`; the memory has no tensors."""
 
     sites = ("inside-attention",)
     attends = True

@@ -1,4 +1,4 @@
-"""Packs in vLLM: what requests have open, by slots of its cache, and attention to packs and that cache."""
+"""Packs in vLLM: what requests have open, by slots of its cache, and attention to packs and the cache."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,6 @@ from midus_hf.memories.packs.reading import RECORDING, KeptPacks, OpenPacks, Pac
 from midus_hf.memories.registry import Memories, register_paged_layer
 
 _CACHES = ("auto", "float16", "bfloat16", "float32")
-# Maximum tokens of a prompt that attend at once.
 _MAX_TOKENS_AT_ONCE = 256
 
 
@@ -139,10 +138,7 @@ class PagedPacksService(PacksService):
                 )
 
     def _readings_of_requests(self, attention: Any, slots: Slots, ids: torch.Tensor) -> dict[int, list[Reading]]:
-        """Return what the tokens of each request read, and keep their ids and openings by slots.
-
-        A request may begin after a prefix that another one computes in the same pass, and is then read after it.
-        """
+        """Return what requests' tokens read, after prefixes that this pass computes; keep ids and openings."""
         glossary, options = self.glossary, self.options
         assert glossary is not None, "the glossary was opened"
         numbers = ids.long() + 1
@@ -212,7 +208,7 @@ class PagedPacksService(PacksService):
 
 
 class OpenedPass(NamedTuple):
-    """Packs of the pass that vLLM runs, which lie in its context under the memory's name; `opened` orders operations on them."""
+    """Packs of vLLM's pass, in its context under the memory's name; `opened` orders operations on them."""
 
     opened: torch.Tensor
     name: str
@@ -220,7 +216,7 @@ class OpenedPass(NamedTuple):
 
 @register_paged_layer(PacksOptions)
 class PagedPacksMemory(PacksMemory):
-    """A layer's part of packs, which attends again for tokens that read packs, to vLLM's cache and the packs in one softmax."""
+    """A layer's part of packs: tokens that read packs attend again, to cache and packs in one softmax."""
 
     services = (PagedPacksService,)  # type: ignore[assignment]
 
@@ -229,7 +225,7 @@ class PagedPacksMemory(PacksMemory):
         """Take vLLM's attention, which is run again for packs."""
 
     def forward(self, *, sequence: SequenceHeads, packs: OpenedPass) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
-        """Attend to the sequence, and again to the sequence and the packs where a token reads any; return `[T, H d]`, and None."""
+        """Attend to the sequence, and again with packs where a token reads any; return `[T, H d]`, and None."""
         module: Any = sequence.module
         output, weights = sequence.attend_to_sequence()
         attend_again(output, sequence.query[0], packs.opened, module.attn.layer_name, packs.name, self.index)
@@ -253,7 +249,7 @@ def _(ids: torch.Tensor, layer: str, name: str) -> torch.Tensor:
 def attend_again(
     output: torch.Tensor, query: torch.Tensor, opened: torch.Tensor, layer: str, name: str, index: int
 ) -> None:
-    """Overwrite the rows of tokens that read packs in the output `[T, H d]` of a layer's attention, from its query `[H, T, d]`."""
+    """Overwrite rows of tokens that read packs in attention's output `[T, H d]`, from queries `[H, T, d]`."""
     groups, service = pass_storage()[f"midus.{name}"], _SERVICES[name]
     for group in groups:
         for part in group.opened.parts:
@@ -281,7 +277,7 @@ def _attend(
     layer: str,
     index: int,
 ) -> None:
-    """Overwrite the rows of some tokens of a part of a group; S keys of requests, and S' of packs."""
+    """Overwrite rows of some tokens of a part of a group; S keys of requests, and S' of packs."""
     module = service.model.layers[service.layers[index]].mixer_part
     attention = module.attn
     if layer not in service.heads:

@@ -1,4 +1,4 @@
-"""Keys and values of entries: computed by passes over their texts, kept, and moved to their places for tokens that read them."""
+"""Keys and values of entries: computed by passes over texts, kept, moved to where tokens read them."""
 
 import itertools
 from bisect import bisect_right
@@ -13,29 +13,26 @@ from midus_hf.memories.packs.glossary import LoadedGlossary
 from midus_hf.memories.packs.opening import PackKey, Reading
 from midus_hf.memories.packs.options import PacksOptions
 
-# Argument of a pass in which the keys and values of texts are recorded.
 RECORDING = "pack_recording"
 
 _TEXTS_PER_PASS = 64
 # A power of two: the angle of this position gives that of one position precisely, for any dtype of cosines and sines.
 _LATEST_POSITION = 4096
-# Maximum number of packs that the tokens of a part read in one row.
 _MAX_PACKS_PER_PART = 8
 # Maximum number of tokens of packs that are kept with a cache, if a pass reads no more: those that were read last.
 _MAX_KEPT_TOKENS = 1 << 15
-# What is read between the texts of entries that are read as one, and before the words of a turn.
 _SEPARATOR = "\n"
 
 
 class Pack(NamedTuple):
-    """Keys and values of a text in each layer with packs, `[K, m, d]` both, rotated to positions from `first` on."""
+    """Keys and values of a text per layer with packs, `[K, m, d]`, rotated to positions from `first` on."""
 
     heads: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     first: int
 
 
 class Recording:
-    """Keys and values that the attention of each layer with packs reads in a pass, by the number of the layer among them."""
+    """Keys and values that attention reads in a pass, by the layer's number among those with packs."""
 
     def __init__(self) -> None:
         self.heads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -44,7 +41,7 @@ class Recording:
     def note(
         self, layer: int, attention: Any, key: torch.Tensor, value: torch.Tensor, rotation: Rotation | None
     ) -> None:
-        """Record keys and values, `[B, K, T, d]`, and the rotation of the pass; refuse one by complex numbers, as Llama 4's."""
+        """Record keys and values, `[B, K, T, d]`, and the pass's rotation; refuse one by complex numbers."""
         self.heads[layer] = key, value
         if rotation is not None and not isinstance(rotation, tuple):
             raise RequestError(
@@ -65,9 +62,9 @@ class PackReader:
         self._angles: tuple[torch.dtype, torch.Tensor] | None = None
 
     def angles(self, run: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        """Return the angles by which a position rotates keys, `[L, r]`, float64, in radians; 0 where none is rotated.
+        """Return angles by which a position rotates keys, `[L, r]`, float64, in radians; 0 without rotation.
 
-        The angle of position 1 is computed from that of a later position, which is more precise, since its whole turns are known.
+        Computed from those of a later position, which is more precise, since its whole turns are known.
         """
         if self._angles is None or self._angles[0] != dtype:
             powers = [[1 << power for power in range(_LATEST_POSITION.bit_length())]]
@@ -124,7 +121,7 @@ def _record(run: Any, ids: torch.Tensor, positions: torch.Tensor) -> Recording:
 
 
 class KeptPacks:
-    """Packs that were read for the sequences of a cache: like its keys and values, they belong to the weights of that time."""
+    """Packs read for the sequences of a cache; like its keys and values, they belong to its weights."""
 
     def __init__(self) -> None:
         self._packs: dict[PackKey, Pack] = {}
@@ -170,7 +167,7 @@ class OpenPacks(NamedTuple):
     kinds: tuple[int, ...]  # the kind of rotation of each layer
 
     def of(self, layer: int, part: PackPart, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values for a part, `[B, K, S', d]` both, in a layer by its number among those with packs."""
+        """Return keys and values for a part, `[B, K, S', d]` both, by a layer's number among those with packs."""
         keys, values = self.heads[layer]
         if part.slots is not None:
             keys, values = (heads[:, part.slots].transpose(0, 1) for heads in (keys, values))
@@ -240,7 +237,7 @@ def open_packs(
 
 
 def _token_parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
-    """Return the tokens in parts: neighbours for which each row reads only a few packs, and some row reads one."""
+    """Return neighbouring tokens for which each row reads few packs, and some row reads one."""
     bounds = sorted({bound for row in rows for each in row for bound in (each.start, each.stop)})
     starts = [[each.start for each in row] for row in rows]
     parts: list[slice] = []
@@ -266,11 +263,7 @@ def _slots(
     firsts: Mapping[PackKey, int],
     options: PacksOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the slots that any of some tokens read, and by how many positions each slot's key is moved so that it ends at its place.
-
-    Returns:
-        Slots `[B, S']`, moves `[B, S']`, whether each token reads a slot, and the number added to its score, `[B, T', S']` both.
-    """
+    """Return slots that tokens read, moves of keys, `[B, S']`, who reads them, and biases, `[B, T', S']`."""
     slots: list[list[int]] = [[] for _ in rows]
     moves: list[list[int]] = [[] for _ in rows]
     reads: list[tuple[int, slice, slice, float]] = []

@@ -1,4 +1,4 @@
-"""Base class of memories that retrieve slots: queries, their norm, and random directions in their place."""
+"""Base class of memories that retrieve slots: queries, their norm, and random directions instead."""
 
 import math
 
@@ -39,10 +39,7 @@ class RetrievalMemory(MemoryModule):
         raise NotImplementedError
 
     def retrieve(self, attention_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights, float32, and slots, int64, that each head reads, both `[B, T, H, k]`; no side effects.
-
-        Slots of random addressing are drawn for this call only.
-        """
+        """Return weights, float32, and slots, int64, of each head, both `[B, T, H, k]`; no side effects."""
         scores, slots = self.select(self.queries(attention_output, track_statistics=False))
         return scores.softmax(dim=-1), slots
 
@@ -51,7 +48,7 @@ class RetrievalMemory(MemoryModule):
         raise NotImplementedError
 
     def addressed(self, query: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
-        """Return the vectors to look slots up by: the query `[..., H, query_width]` after its norm, or random ones of its length."""
+        """Return vectors to look slots up by: normalised queries `[..., H, query_width]`, or random ones."""
         if self.options.query_norm != "none":
             query = self.normalised(query, track_statistics)
         return query if self.options.addressing == "content" else random_directions(query)
@@ -81,10 +78,9 @@ class RetrievalMemory(MemoryModule):
 
 
 def random_directions(vectors: torch.Tensor) -> torch.Tensor:
-    """Return random directions with the lengths of `vectors`; no gradient flows back to `vectors`.
+    """Return random directions with the lengths, shape and dtype of `vectors` `[..., d]`; no gradients.
 
-    Directions are drawn from torch's generator of the device, whose state activation checkpointing restores, so a layer that
-    is computed twice reads the same slots. The result has the shape and the dtype of `vectors`, `[..., d]`.
+    They are drawn from torch's generator of the device, whose state activation checkpointing restores.
     """
     wide = vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32))
     drawn = torch.randn_like(wide)

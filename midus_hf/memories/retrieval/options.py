@@ -15,7 +15,6 @@ ADDRESSING_HELP = (
     "how slots are retrieved. content: by what a token holds; random: by a query that is drawn anew for every token and pass, as "
     "long as the token's own query, so that it says nothing of the text: a control"
 )
-# Control of every memory that has the option `addressing`.
 RANDOM_SLOTS: Mapping[DeclaredControl, Mapping[str, Any]] = {"random-slots": {"addressing": "random"}}
 
 QueryNorm = Literal["none", "batch", "layer"]
@@ -90,7 +89,7 @@ class RetrievalOptions(InsertedOptions):
 
 
 def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTensor]:
-    """Declare row and column keys `[H, n, w]`, w = query_width / 2, uniform within +-1 / sqrt(w) (Lample et al.)."""
+    """Declare row and column keys `[H, n, w]`, w = query_width / 2, uniform in +-1 / sqrt(w) (Lample)."""
     width = query_width // 2
     keys = DeclaredTensor((num_heads, n, width), "key", Uniform(1.0 / math.sqrt(width)))
     return {"row_keys": keys, "column_keys": keys}

@@ -15,10 +15,7 @@ def ultramem_v2_values_read(options: UltraMemV2Options, sizes: ModelSizes) -> in
 def ultramem_v2_flops(
     options: UltraMemV2Options, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
 ) -> dict[str, int]:
-    """Count the operations as `flops` does.
-
-    Keys are normalised once per pass. Finding the leading singular vectors of cores does not count.
-    """
+    """Count the operations; keys are normalised once per pass, and singular vectors of cores do not count."""
     rows, hidden, key_width = batch * tokens, sizes.hidden_size, options.width("key_width", sizes)
     value_width, pre_width = options.width("value_width", sizes), options.width("pre_value_width", sizes)
     queries, vectors, slots = rows * options.heads, options.heads * options.rank, rows * options.heads * options.k

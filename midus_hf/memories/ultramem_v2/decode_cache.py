@@ -1,4 +1,4 @@
-"""Normalised keys and the singular vectors of cores, computed once for a generation. Carried code does not name this module."""
+"""Normalised keys and the singular vectors of cores, computed once for a generation."""
 
 from midus_hf.memories.decode_cache import MAX_CACHED, DecodeCache, decode_cache_of
 from midus_hf.memories.ultramem_v2.layer import UltraMemV2Memory, keys_and_vectors

@@ -23,7 +23,7 @@ _QUERY_EPS = 1e-6
 
 @register_layer(UltraMemV2Options)
 class UltraMemV2Memory(MemoryModule):
-    """Slots of a large table, retrieved by Tucker-decomposed scores, whose values are scaled and summed (section 3, equation 15)."""
+    """Slots of a large table, retrieved by Tucker-decomposed scores, and summed (section 3, equation 15)."""
 
     sites = (BesideFeedForward, Skip)
     services = (Tables, ScaledInitialisation)
@@ -68,10 +68,7 @@ class UltraMemV2Memory(MemoryModule):
         return self.value_projection(values.to(hidden_states.dtype))
 
     def retrieve(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights, float32, and the table rows, int64, that each head retrieves, both `[B, T, H, k]`.
-
-        Rows are counted within the rows that this layer reads.
-        """
+        """Return weights, float32, and rows within those that this layer reads, int64, `[B, T, H, k]` both."""
         return self._select(hidden_states, keep_vectors=False)
 
     def _select(self, hidden_states: torch.Tensor, keep_vectors: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,10 +88,7 @@ class UltraMemV2Memory(MemoryModule):
             return tucker_topk(row_scores, column_scores, core, row_vector, column_vector, options.k, options.side)
 
     def _keys_and_vectors(self, query: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the result of the function `keys_and_vectors`, in the dtype of `query`.
-
-        The vectors belong to the current cores. With `keep`, as in training, they are stored, so that their signs do not flip.
-        """
+        """Return `keys_and_vectors`, in the dtype of `query`; `keep` stores vectors, so signs do not flip."""
         stored = (self.row_keys, self.column_keys, self.key_norm_weight, self.core, self.row_vector)
         derived: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if self.decode_cache is not None and not keep:
@@ -108,11 +102,9 @@ class UltraMemV2Memory(MemoryModule):
         return keys, row_vector, column_vector
 
     def _stored(self, name: str, tables: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return a table from those that layers share, or else the layer's own."""
         return tables[name] if name in tables else getattr(self, name)
 
     def _rows(self, slots: torch.Tensor, table_rows: int) -> torch.Tensor:
-        """Return the rows of a stored table that slots read."""
         first = self.options.first_row(self.index, table_rows)
         return (slots + first) % table_rows if first else slots
 
@@ -125,7 +117,7 @@ def keys_and_vectors(
     row_vector: torch.Tensor,
     wide: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return normalised keys of both sides, `[2 * H * r, n, D_k]`, and both singular vectors of cores, `[H, 1, 1, r]`."""
+    """Return normalised keys, `[2 * H * r, n, D_k]`, and both singular vectors of cores, `[H, 1, 1, r]`."""
     wide = wide or torch.promote_types(row_keys.dtype, torch.float32)
     with without_autocast(row_keys.device.type):  # for kept tensors too: tokens must read the same rows, kept or not
         gain = key_norm_weight.to(wide)
@@ -138,7 +130,7 @@ def keys_and_vectors(
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores of row keys and of column keys, `[B, T, H, n, r]` each, for queries `[B, T, 2, H, r, D_k]`."""
+    """Return scores of row and column keys, `[B, T, H, n, r]` each, for queries `[B, T, 2, H, r, D_k]`."""
     batch, tokens, _, heads, rank, _ = query.shape
     by_rank = query.flatten(2, 4).flatten(0, 1).transpose(0, 1)  # [2 * H * r, S, D_k]
     scores = (by_rank @ keys.transpose(1, 2)).view(2, heads, rank, batch, tokens, -1)

@@ -1,7 +1,4 @@
-"""UltraMemV2: Tucker-decomposed retrieval from a large value table, in parallel to every feed-forward network.
-
-Cores, gains and values start so that they suit the scores of the retrieval (appendix B.2).
-"""
+"""UltraMemV2: Tucker-decomposed retrieval from a large value table, parallel to feed-forward networks."""
 
 import math
 import re
@@ -46,12 +43,11 @@ class ScoreStatistics(NamedTuple):
     variance: float
 
 
-# Results of `best_scores` in this process, by its arguments.
 MEASURED: dict[tuple[int, int, int, int], ScoreStatistics] = {}
 
 
 def best_scores(n: int, rank: int, side: int, k: int) -> ScoreStatistics:
-    """Measure the scores of the k best slots: draw scores and cores, the same at every call, and retrieve as the memory does.
+    """Measure the scores of the k best slots: draw scores and cores, the same at every call, and retrieve.
 
     There are n row keys and as many column keys, cores of rank r, and `side` rows and columns that the first stage chooses.
     """
@@ -76,7 +72,7 @@ def best_scores(n: int, rank: int, side: int, k: int) -> ScoreStatistics:
 
 
 def gain_of_norms(key_width: int, *first_choice: int) -> Constant:
-    """Return the gain of the norms of queries and keys with which the best slots' mean score starts at one (appendix B.2).
+    """Return the gain of query and key norms by which the best slots' mean score starts at 1 (B.2).
 
     `first_choice` are the arguments of `best_scores`.
     """
@@ -86,7 +82,7 @@ def gain_of_norms(key_width: int, *first_choice: int) -> Constant:
 def values_of_scores(
     slots: int, width: int, pre_width: int, layers: int, inner: float, hidden: int, *first_choice: int
 ) -> Normal:
-    """Return the distribution of values with which the output starts with the variance of the feed-forward network's (equation 21).
+    """Return the distribution of values that gives the variance of a feed-forward network (equation 21).
 
     The formula without pre-values follows from the same derivation. `slots` is the number that a token reads, `inner` the width of
     feed-forward networks divided by that of the model, and `first_choice` are the arguments of `best_scores`.
@@ -100,7 +96,7 @@ def values_of_scores(
 
 
 def _score_scale(scores: ScoreStatistics) -> float:
-    """Return the divisor of scores: their mean, or 1 if so many slots are chosen that the mean is below 1."""
+    """Return the divisor of scores: their mean, or 1 if so many slots are chosen that it is below 1."""
     return max(scores.mean, 1.0)
 
 
@@ -163,15 +159,14 @@ class UltraMemV2Options(MemoryOptions):
         return self.keys**2
 
     def first_row(self, index: int, table_rows: int) -> int:
-        """Return the first row that a layer, by its index, reads of a stored table; after the last row comes the first again.
+        """Return the first row that a layer, by its index, reads of a stored table; the rows form a ring.
 
-        Row keys and column keys are equally many, so a layer that reads G tables leaves out the last few rows unless G is a
-        square; other layers of the ring read these.
+        A layer that reads G tables leaves out the last few rows unless G is a square; other layers of the ring read these.
         """
         return (index - (self.group - 1) // 2) * self.n**2 % table_rows
 
     def width(self, name: str, sizes: ModelSizes) -> int:
-        """Return the number of features given by `key_width`, `value_width` or `pre_value_width`, or refuse it."""
+        """Return the number of features by `key_width`, `value_width` or `pre_value_width`, or refuse it."""
         setting, least = getattr(self, name), 0 if name == "pre_value_width" else 1
         try:
             width = setting if isinstance(setting, int) else Fraction(setting) * sizes.hidden_size
