@@ -1,4 +1,4 @@
-"""Declarations of tensors - shape, role and initial values - and the sizes of the model that they are made for."""
+"""Declarations of tensors - shape, role and initial values - and the sizes of the model."""
 
 import math
 from collections.abc import Callable

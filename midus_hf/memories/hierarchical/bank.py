@@ -40,7 +40,7 @@ _PAGE = 4096
 
 @dataclass(frozen=True)
 class FetchedLevel:
-    """Blocks of one level, for one layer: each tensor by name, `[U, ...]`, and the block of each row, `[B]`, int64."""
+    """A level's blocks for a layer: tensors by name, `[U, ...]`, and the block of each row, `[B]`, int64."""
 
     tensors: Mapping[str, torch.Tensor]
     blocks: torch.Tensor
@@ -48,13 +48,13 @@ class FetchedLevel:
 
 @dataclass(frozen=True)
 class FetchedLayer:
-    """A level's blocks for a layer: tensors by name, `[U, ...]`, and the block of each row, `[B]`, int64."""
+    """Blocks for one layer."""
 
     levels: tuple[FetchedLevel, ...]
 
 
 class FetchedBatch:
-    """Blocks that rows of a batch fetched: by level, from 1, records `[U, numel]`, and the record of each row, `[B]`, int64."""
+    """Blocks that a batch's rows fetched, by level from 1: records `[U, numel]`, and each row's, `[B]`, int64."""
 
     def __init__(self, layout: BankLayout, records: Mapping[int, torch.Tensor], blocks: Mapping[int, torch.Tensor]):
         self.layout, self.records, self.blocks = layout, dict(records), dict(blocks)
@@ -127,7 +127,8 @@ class BlockReader(ABC):
         if serves_again and latest is not None and latest[0] == request:
             return latest[1]  # generation fetches the same blocks at every token
         records, blocks = {}, {}
-        # A later pass with gradients may reuse this fetch. Leaving inference mode turns gradients on; the second restores them.
+        # A later pass with gradients may reuse this fetch, so its tensors must not be inference tensors. Leaving inference
+        # mode turns gradients on; the second context restores the caller's setting.
         with torch.inference_mode(False), torch.set_grad_enabled(wants_gradients):
             for level in self.layout.levels:
                 nodes = [path[level - 1] for path in paths]

@@ -31,7 +31,7 @@ class SharedValueMemory(RetrievalMemory):
 
 @register_layer(MidusLinearOptions)
 class MidusLinearMemory(SharedValueMemory):
-    """A key per slot and head, compared with every query, over shared values of full width (MIDUS, equations 4 and 5)."""
+    """Keys, all compared with every query, over shared values of full width (MIDUS, equations 4 and 5)."""
 
     slot_keys: torch.Tensor
 
@@ -41,7 +41,7 @@ class MidusLinearMemory(SharedValueMemory):
 
 @register_layer(MidusPkmOptions)
 class MidusPkmMemory(SharedValueMemory):
-    """Product keys per head over shared values of full width (MIDUS, equations 11 to 15; Lample et al. 2019)."""
+    """Product keys over shared values of full width (MIDUS, equations 11 to 15; Lample et al. 2019)."""
 
     row_keys: torch.Tensor
     column_keys: torch.Tensor

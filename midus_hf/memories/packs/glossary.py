@@ -415,7 +415,7 @@ class Glossary(LoadedGlossary):
         return [*dict.fromkeys(each.entry for each in find_names(self.index, map(self.spelling.piece, ids)))]
 
     def forms(self, ids: Iterable[int]) -> dict[str, int]:
-        """Return entries by names in tokens with other separators, or an s, than an entry has."""
+        """Return entries by names in tokens that differ from the entry's by separators, or by an s."""
         found = {each.written: each.entry for each in find_names(self.index, map(self.spelling.piece, ids))}
         return {
             written: number
