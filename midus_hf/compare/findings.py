@@ -200,7 +200,7 @@ def advice(findings: Findings) -> list[str]:
         for one in able
     ]
     unclear: list[str] = []
-    take = "At equal parameters: there are no two variants that learned."
+    take = "At equal parameters: no two variants that learned have as many (within 10 %)."
     if group := max((each for each in groups if len(each) > 1), key=len, default=None):
         best = max(group, key=lambda one: learned[one])
         take = f"At equal parameters ({short_count(sizes[best])}), take {best.name}: it learned most of {len(group)}, "

@@ -143,7 +143,7 @@ def seeds(variant: str, learned, forgotten=0.0, parameters=1000, **changes) -> l
 A, B = seeds("a", 0.5, 0.25), seeds("b", 0.25, 0.125)
 BEST_A = "At equal parameters (1k), take a: it learned most of 2, 0.5000 nats per token."
 LEAST_B = "Forgets least: b, +0.1250 nats per token, and it learned 0.2500."
-NO_PAIR = "At equal parameters: there are no two variants that learned."
+NO_PAIR = "At equal parameters: no two variants that learned have as many (within 10 %)."
 ONLY_A = "Forgets least: a, +0.2500 nats per token, and it learned 0.5000."
 ENOUGH = "Too few seeds to tell: nothing of the above."
 ADVICE = {
