@@ -1,4 +1,4 @@
-"""Stand-ins for classes that a checkpoint without attached, or without inserted, memories does not need."""
+"""Stand-ins for classes that a checkpoint without attached or inserted memories does not need."""
 
 from midus_hf.memories.hosting.parts import LayerNames
 

@@ -90,7 +90,7 @@ class Source:
                 self._calls.append(self._text(statement))
 
     def definition(self, name: str) -> str:
-        """Return the source of a definition; a `RequestError` if the module has statements that cannot be copied."""
+        """Return the source of a definition; raise `RequestError` if statements here cannot be copied."""
         if self._refusal:
             raise RequestError(self._refusal)
         return self.definitions[name]
@@ -140,7 +140,7 @@ def names_read(text: str) -> frozenset[str]:
 
 
 def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
-    """Write the module that a checkpoint of `config` needs into a folder, created if missing; return the paths written."""
+    """Write the module that a checkpoint of `config` needs into a folder; return the paths written."""
     path = Path(folder, f"{ENTRY_MODULE}.py")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(carried_module(config), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Replacements, by name, in a checkpoint's own code: registries, the reading of options, banks, `midus_hf.carried`."""
+"""Replacements, by name, in a checkpoint's own code: registries, options, banks, `midus_hf.carried`."""
 
 import contextlib
 import copy

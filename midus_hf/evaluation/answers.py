@@ -132,7 +132,7 @@ def _plain_character(character: str) -> str:
 
 
 def _read_parts(found: "regex.Match[str]") -> Iterator[tuple[str, Decimal | None]]:
-    """Yield the numbers in digits with separators, each in one form and as a number, or None for no number."""
+    """Yield the numbers in digits with separators, in one form and as a number (None: no number)."""
     digits, sign = regex.sub(r"['_\s]", "", found["digits"]), "-" if found["sign"] == "-" else ""
     for part in [digits] if _read_number(digits) is not None else digits.split(","):
         value = _read_number(part)

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on models of this package, whose questions may fetch blocks, and on local questions.
+"""lm-evaluation-harness on models of this package, which may fetch blocks, and on local questions.
 
 A local task (`tasks/*.yaml`) names its data as `${DATA}/piqa.jsonl`; the folder replaces `${DATA}` when the task is loaded.
 """
@@ -186,7 +186,7 @@ def _plain(value: Any) -> float | int | str | None:
 
 
 def _task_manager(names: set[str], include_path: str | Path | None) -> TaskManager:
-    """Return a task manager with the names, without the harness's tasks, which are slow to find, if none is named."""
+    """Return a task manager with the names; the harness's tasks, slow to find, only if one is named."""
     paths = None if include_path is None else str(include_path)
     manager = TaskManager(include_path=paths, include_defaults=False)
     if names <= set(manager.all_tasks):

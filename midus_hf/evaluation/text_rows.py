@@ -23,7 +23,7 @@ DOCUMENT_SEPARATOR = "\n\n"
 
 @dataclass(frozen=True)
 class TextRows:
-    """A text as rows of tokens. A model reads all tokens of a row except the last, and predicts all after the lead.
+    """A text as rows of tokens: a model reads all tokens except the last, and predicts all after the lead.
 
     Args:
         name: Name of the text.
@@ -113,7 +113,7 @@ def text_rows(
     max_tokens: int | None = None,
     joined: bool = False,
 ) -> TextRows:
-    """Tokenize documents one by one without special tokens, and cut them into rows that predict every token once.
+    """Tokenize documents without special tokens, and cut them into rows that predict every token once.
 
     If the tokenizer puts tokens before a text (`prefix_ids`: BOS of Llama and Gemma), each row begins with them. If it does not
     (Qwen, SmolLM), a row begins with the last token of the row before, and the first token of a document is not predicted. Long rows
@@ -169,7 +169,7 @@ def text_rows(
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> tuple[torch.Tensor, list[int] | None]:
-    """Return the tokens of documents joined by blank lines, `[T]`, int64, and each one's end in bytes (None if not fast)."""
+    """Return the tokens of joined documents, `[T]`, int64, and their ends in bytes (None if not fast)."""
     texts = [*(document + DOCUMENT_SEPARATOR for document in documents[:-1]), *documents[-1:]]
     ids: list[int] = []
     ends: list[int] = []

@@ -76,7 +76,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:
-    """Return the value of JSON, text or UTF-8; `ValueError` for other text, deep nesting and, if asked, twin keys."""
+    """Return the value of JSON; `ValueError` for other text, deep nesting and, if asked, twin keys."""
     try:
         return json.loads(text, object_pairs_hook=_each_once if unique_keys else None)
     except RecursionError:
@@ -122,7 +122,7 @@ _MODULE = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 def named_code(folder: Path) -> list[Path]:
-    """Return the Python files that tokenizer and processor configs name and import, sorted; nothing is executed.
+    """Return the Python files that tokenizer and processor configs name and import, sorted, unexecuted.
 
     Names that lead out of the folder, to another repository or to a missing file are skipped.
     """

@@ -31,7 +31,7 @@ _PLAIN = re.compile(rf"[\d.eE+-]+|true|false|none|null|{HIDDEN}", re.IGNORECASE)
 
 
 def names_secret(key: object) -> bool:
-    """Return whether a key ends in `token`, `key`, `secret` or `password`, except special tokens, columns and parts."""
+    """Return whether a key ends in token, key, secret or password; special tokens do not count."""
     name = str(key)
     return bool(_SECRET.fullmatch(name)) and not _NO_SECRET.fullmatch(name)
 

@@ -36,7 +36,7 @@ class Effect:
 
 
 def effect_between(usual: RowLosses, changed: RowLosses) -> Effect:
-    """Return the changed model's loss per token minus the unchanged one's; the error is that of a ratio of sums over random rows."""
+    """Return the changed loss per token minus the usual one; the error is that of a ratio of row sums."""
     sums, counts = changed.sums - usual.sums, usual.tokens.double()
     mean, rows = (sums.sum() / counts.sum()).item(), len(counts)
     if rows < 2:

@@ -27,7 +27,7 @@ _MOST_SLOTS = 3  # number of slots per layer that the table names
 
 
 class ReadSlot(NamedTuple):
-    """A slot that a layer reads: the decoder layer that wrote it, and its `source` there, `attention` or `ffn`."""
+    """A slot that a layer reads: the layer that wrote it, and its `source` there, `attention` or `ffn`."""
 
     layer: int
     source: str

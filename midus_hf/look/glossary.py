@@ -86,7 +86,7 @@ class Value(NamedTuple):
 
 
 def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) -> list[Row]:
-    """Check whether a model reproduces the values of its glossary's entries, and whether their names are found.
+    """Check whether a model reproduces the values of its glossary's entries and finds their names.
 
     Args:
         model: A model with packs, which `from_pretrained` loaded.
@@ -231,7 +231,7 @@ def glossary_finding(rows: Sequence[Row]) -> str:
 
 
 def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[Row]) -> list[Row]:
-    """Ask a model questions about its glossary: with packs, without, and with the texts of entries in front.
+    """Ask a model questions about its glossary: with packs, without, and with the entries' texts.
 
     Args:
         model: A model with packs, which `from_pretrained` loaded.

@@ -1,4 +1,4 @@
-"""Importance of attention heads for the answers of a task (MIDUS, equation 20 and figure 4; Bansal et al. 2023)."""
+"""Importance of attention heads for a task's answers (MIDUS, equation 20; Bansal et al. 2023)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

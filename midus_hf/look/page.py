@@ -100,7 +100,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to one question; on a page, it consists of `sections`. A `failure` of a check ends the command with status 1."""
+    """Answer to one question, or page of `sections`; a `failure` ends the command with status 1."""
 
     title: str
     summary: str

@@ -355,7 +355,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def _refuse_adapter_of_base(
     model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_of_torch: Any, **_more: Any
 ) -> None:
-    """Refuse an adapter of the base, as a pre-hook: PEFT put it on all matching layers, but its weights lack later ones."""
+    """Refuse an adapter of the base, as a pre-hook of `load_state_dict`, by which PEFT loads adapters."""
     for adapter, names in _adapter_tensors(model).items():
         loaded = {name for name in names if prefix + name in state_dict}
         _check_adapter_layers(model.config, adapter, loaded, names, getattr(model, "peft_config", {}).get(adapter))
@@ -364,7 +364,7 @@ def _refuse_adapter_of_base(
 def _check_adapter_layers(
     config: Any, adapter: str, loaded: Iterable[str], names: Iterable[str], adapter_config: Any
 ) -> None:
-    """Refuse an adapter made for the base; if its targets are in some layers only, the name of its model tells, and this warns."""
+    """Refuse an adapter of the base; if it is in some layers only, its model's name tells, and this warns."""
     text_config = config.get_text_config()
     numbers: dict[int, int] = {}  # of each layer of the base where it occurs first
     for number, layer in base_layers(config).items():

@@ -199,7 +199,7 @@ class MemoryForClassification(MemoryHead):
         memory_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run as `MemoryForCausalLM.forward`; `labels` are `[B]`, or `[B, T]` of a classifier of tokens. Default: no loss."""
+        """Run as `MemoryForCausalLM.forward`; `labels` are `[B]`, or `[B, T]` of tokens. Default: no loss."""
         kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         kwargs |= {"inputs_embeds": inputs_embeds, "labels": labels}
         given = {"output_router_logits": output_router_logits, "token_mask": token_mask, "memory_ids": memory_ids}
@@ -227,7 +227,7 @@ class MemoryForQuestionAnswering(MemoryHead):
         memory_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run as `MemoryForCausalLM.forward`; the positions, `[B]`, are the first and last token of the answer. Default: no loss."""
+        """Run as `MemoryForCausalLM.forward`; positions `[B]`: the answer's first and last token, or no loss."""
         kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         kwargs |= {"inputs_embeds": inputs_embeds, "start_positions": start_positions, "end_positions": end_positions}
         given = {"output_router_logits": output_router_logits, "token_mask": token_mask, "memory_ids": memory_ids}
@@ -275,7 +275,7 @@ class MemoryForConditionalGeneration(MemoryForCausalLM):
         super().__init__(config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run as `MemoryForCausalLM.forward`; padding is passed on, since masks may be between pairs of tokens."""
+        """Run as `MemoryForCausalLM.forward`; pass padding on, since masks may be between pairs of tokens."""
         padding = kwargs.get("attention_mask")
         if "tokens" in self.stack.services and isinstance(padding, torch.Tensor) and padding.dim() == 2:
             if kwargs.get("token_mask") is None:

@@ -9,7 +9,7 @@ NO_TOKEN = 0  # number of a place in a window that holds no token: before the be
 
 
 def numbered(ids: Tensor, known: Tensor | None = None) -> Tensor:
-    """Return the number of each token, from 1, the same for equivalent tokens, in the shape of `ids`, int64.
+    """Return the number of each token, from 1, the same for equivalent tokens, shaped as `ids`, int64.
 
     `known` `[V]` has the number of each id less 1; ids that were added later keep their id. Default: all do.
     """
@@ -38,9 +38,9 @@ def windows(tokens: Tensor, size: int, document: Tensor | None = None) -> Tensor
 
 
 def hashed_rows(around: Tensor, order: int, multipliers: Sequence[int], moduli: Sequence[int]) -> Tensor:
-    """Return a row per hash head for each n-gram, `[B, T, heads]`, int64 (Engram, arXiv 2601.07372, section 2.2).
+    """Return a row per hash head for each n-gram, `[B, T, heads]`, int64 (Engram, section 2.2).
 
-    It is the xor of odd multiples, modulo a prime.
+    It is the xor of odd multiples, modulo a prime (arXiv 2601.07372).
 
     Args:
         around: `[B, T, n]`, as `windows` returns them.
@@ -55,7 +55,7 @@ def hashed_rows(around: Tensor, order: int, multipliers: Sequence[int], moduli: 
 
 
 def ngram_keys(around: Tensor, order: int, base: int) -> Tensor:
-    """Return one integer per n-gram of the windows `around`, unique across n-grams of all orders: `[B, T]`, int64.
+    """Return an integer per n-gram of `around`, unique across n-grams of all orders: `[B, T]`, int64.
 
     It is 0 where the document has fewer than `order` tokens up to this one. `base` is above all numbers of tokens, and `base ** n` at
     most 2^63.

@@ -1,4 +1,4 @@
-"""Bars, ours and those of libraries, on terminals, elsewhere a line each minute; and libraries' other output."""
+"""Bars, ours and those of libraries, on terminals, elsewhere a line each minute; and other output."""
 
 import contextlib
 import io
@@ -31,14 +31,14 @@ def without_library_bars() -> Iterator[None]:
 
 
 class _BarLines(io.TextIOBase):
-    """Stream for bars without a terminal: passes on a line each minute, and all other text if `keeps_text`."""
+    """Stream for bars without a terminal: a line each minute, and all other text if `keeps_text`."""
 
     def __init__(self, stream: TextIO, keeps_text: bool):
         self._stream, self._keeps_text = stream, keeps_text
         self._shown_at, self._is_drawing = time.monotonic(), False
 
     def write(self, text: str) -> int:
-        """Drop a bar, which begins with a carriage return, its line's end and cursor movements, unless a minute has passed."""
+        """Drop a bar (after a carriage return), its line's end and cursor moves, unless a minute has passed."""
         if _UP in text or (len(text) > 1 and not text.strip("\n")):
             return len(text)
         if text.startswith("\r"):
@@ -57,7 +57,7 @@ class _BarLines(io.TextIOBase):
 
 
 def show_progress(iterable: Iterable[Any] | None = None, **settings: Any) -> tqdm:
-    """Return a bar of tqdm in the first process of a run: drawn on a terminal, elsewhere a line each minute."""
+    """Return a bar of tqdm in the first process of a run, without a terminal a line each minute."""
     is_first = int(os.environ.get("RANK", 0)) == 0
     stream = sys.stderr if sys.stderr.isatty() else _BarLines(sys.stderr, keeps_text=False)
     return tqdm(iterable, file=stream, disable=not is_first, **settings)
@@ -86,7 +86,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_bars() -> Iterator[None]:
-    """Hide standard error in the context, except logged errors and a line of bars each minute; terminals get all."""
+    """Hide standard error, except logged errors and a line of bars each minute; terminals get all."""
     if sys.stderr.isatty():
         yield
         return

@@ -19,7 +19,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def without_suffix_tokens(tokenizer: Any) -> Any:
-    """Return a tokenizer for texts to be continued: the one given, or a copy that appends no special tokens.
+    """Return a tokenizer for texts to be continued: itself, or a copy that appends no special tokens.
 
     Raises:
         RequestError: If it is not a fast one, and they cannot be left out.
@@ -66,7 +66,7 @@ def _slow_open_ended(tokenizer: Any) -> Any:
 
 
 def prefix_ids(tokenizer: Any) -> list[int]:
-    """Return the ids that a tokenizer puts before every text: none, BOS, or several. Packed sequences and rows begin with them."""
+    """Return the ids, if any, that a tokenizer puts before every text; packed sequences begin with them."""
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         framed = tokenizer.build_inputs_with_special_tokens([-1])
         return framed[: framed.index(-1)]

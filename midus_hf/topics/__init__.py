@@ -1,1 +1,1 @@
-"""Topics of texts: windows and embeddings of documents, trees of clusters, and paths of texts in a tree."""
+"""Topics of texts: windows and embeddings of documents, trees of clusters, and paths of texts."""

@@ -1,4 +1,4 @@
-"""The step of a datatrove pipeline that finds the paths of documents, in parallel tasks. Requires datatrove."""
+"""Step of a datatrove pipeline that finds the paths of documents in parallel; requires datatrove."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Paths of documents in a tree of topics: from the paths of their windows, or the names of their topics."""
+"""Paths of documents in a tree of topics, from paths of their windows or names of their topics."""
 
 import collections
 import itertools
@@ -60,7 +60,7 @@ def stored_paths(tree: ClusterTree, stored: StoredWindows) -> Iterator[tuple[int
 def rows_with_paths(
     rows: "Dataset", paths: Iterable[tuple[int, WindowPaths]], tree: ClusterTree
 ) -> Iterator[dict[str, Any]]:
-    """Yield each row of a corpus, with its columns, its index as `document`, and the columns of `path_columns`.
+    """Yield each row of a corpus with its columns, its index as `document`, and `path_columns`.
 
     Args:
         rows: The corpus, without blank texts, as `midus_hf.data.corpus.read_corpus` reads it.

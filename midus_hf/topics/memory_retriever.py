@@ -1,4 +1,4 @@
-"""The retriever: embeds texts by a sentence-transformers model, and finds their paths in a tree of topics."""
+"""The retriever: embeds texts by a sentence-transformers model, and finds their paths in a tree."""
 
 import hashlib
 import json
@@ -159,7 +159,7 @@ class MemoryRetriever:
         self.tree, self.embedder = tree, embedder
 
     def paths(self, texts: Sequence[str]) -> torch.Tensor:
-        """Return the paths of texts, `[N, p]`, int64, by their first `embedder.max_tokens` tokens; -1 if blank or near no topic."""
+        """Return the paths of texts' first `embedder.max_tokens` tokens, `[N, p]`, int64; -1 without a topic."""
         paths = paths_near_topics(self.tree, self.embedder.embed(texts))
         is_blank = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
         return paths.masked_fill(is_blank[:, None], _GENERIC)

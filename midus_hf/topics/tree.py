@@ -1,4 +1,4 @@
-"""A tree of topics: centroids of nodes, paths of embeddings from the root to a leaf, and its two files."""
+"""A tree of topics: centroids, paths of embeddings from the root to a leaf, and its two files."""
 
 import dataclasses
 import hashlib
@@ -120,7 +120,7 @@ class ClusterTree:
         return digest.hexdigest()
 
     def paths(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return each embedding's path by greedy descent to the nearest centroid (L2), `[N, p]`, int64, on the CPU.
+        """Return paths by greedy descent to the nearest centroid (L2), `[N, p]`, int64, on the CPU.
 
         Children without a reachable leaf with data are passed over for the next best sibling. Among equals in float32, the first is
         taken.
@@ -139,7 +139,7 @@ class ClusterTree:
         return torch.cat([self._descend(stretch) for stretch in rows])
 
     def similarity(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the cosine of each embedding, `[N, c]`, with the nearest first-level centroid: `[N]`, float32.
+        """Return the cosine of embeddings `[N, c]` with the nearest first-level centroid: `[N]`, float32.
 
         Topics of the first level are broad and have many windows. A leaf may have a single window, far from all other texts.
         """

@@ -32,7 +32,7 @@ COMPOSITE_FAMILIES: dict[str, type[PreTrainedModel]] = {}
 
 
 def list_model(model_class: type[PreTrainedModel]) -> None:
-    """List a class in Transformers' tables that list its family's or language models: Trainer, pipelines and servers read them."""
+    """List a class in Transformers' tables of models, which Trainer, pipelines and servers read."""
     own_type = model_class.config_class.model_type
     family_type = own_type.removeprefix(MEMORY_PREFIX)
     names = {parent.__name__ for parent in inspect.getmro(model_class)[1:]}

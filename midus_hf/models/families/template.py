@@ -47,7 +47,7 @@ COMPOSITE_MAPPINGS = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL
 
 
 def host_type(model_type: str, row: ModelType | CompositeType | None = None) -> None:
-    """Make `midus_hf.models.families.MODEL_TYPE`, the hosting classes of a causal or composite type, by default from its own row.
+    """Make `midus_hf.models.families.MODEL_TYPE`, a type's hosting classes, by default from its own row.
 
     A type that cannot host memory, or whose layers changed, is an `UnknownType`.
     """

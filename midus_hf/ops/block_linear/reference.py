@@ -5,5 +5,5 @@ from torch import Tensor
 
 
 def block_linear(inputs: Tensor, weights: Tensor, blocks: Tensor) -> Tensor:
-    """Multiply rows by their blocks: inputs `[B, T, i]`, weights `[U, o, i]`, blocks `[B]`, result `[B, T, o]`, the inputs' dtype."""
+    """Multiply rows `[B, T, i]` by `weights` `[U, o, i]` of their `blocks` `[B]`: `[B, T, o]`."""
     return torch.einsum("bti,boi->bto", inputs, weights.to(inputs.dtype)[blocks])

@@ -1,4 +1,4 @@
-"""Builds the library of compiled ops. `setup.py` runs this file, so it imports only the standard library."""
+"""Builds the library of compiled ops; imports only the standard library, since `setup.py` runs it."""
 
 import hashlib
 import os
@@ -35,7 +35,7 @@ def is_off() -> bool:
 
 
 def built_library(variant: str) -> Path:
-    """Return the path of the library for an instruction set (a key of `VARIANTS`); build it if it is missing.
+    """Return the path of the library for an instruction set of `VARIANTS`; build it if it is missing.
 
     The file's name is a digest of all that it depends on: sources, compiler, flags and machine.
 
@@ -70,7 +70,7 @@ def built_library(variant: str) -> Path:
 
 
 def compile_library(library: Path, variant: str) -> None:
-    """Compile the C files into `library` for an instruction set; `NotBuilt` if there is no compiler or it fails."""
+    """Compile the C files into `library`; `NotBuilt` if there is no compiler or it fails."""
     files = map(str, sorted(_SOURCES.rglob("*.c")))
     _run([*_compiler(), *FLAGS, *VARIANTS[variant], f"-I{_SOURCES / 'dispatch'}", *files, "-o", str(library), "-lm"])
 

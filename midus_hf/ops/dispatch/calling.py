@@ -139,7 +139,7 @@ def differentiable_op(
     summand: str | None = None,
     like: Callable[[Tensor], Tensor] = lambda tensor: tensor.new_empty(tensor.shape),
 ) -> Any:
-    """Register `midus_hf::name` and its derivative `midus_hf::name_backward`, each one node of a compiled graph.
+    """Register `midus_hf::name` and `midus_hf::name_backward`, each one node of a compiled graph.
 
     `backward` names what it needs by its parameters: inputs of `forward`, outputs, `wants` (which of `gradients` are needed, a list
     of bools), `gradient` (of the first output), and `<output>_gradient` (of others). Other outputs are not differentiable.

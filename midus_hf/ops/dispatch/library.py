@@ -82,7 +82,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _structure(addresses: str, numbers: str, more: str = "") -> struct.Struct:
-    """Return a structure of named pointers (0 for none), 64-bit integers, and fields with the format codes `more`."""
+    """Return a structure of named pointers (0 for none), 64-bit integers, and fields with codes `more`."""
     return struct.Struct(f"@{len(addresses.split())}P{len(numbers.split())}q{more}")
 
 
@@ -120,7 +120,7 @@ _OUTSIDE = 2  # status that C returns if a slot is outside its table
 
 
 def run(name: str, structure: struct.Struct, rows: int, *fields: int) -> None:
-    """Call a function of the library, loaded by `native_library`, with fields of a structure that ends in `threads`.
+    """Call a function of the loaded library with fields of a structure that ends in `threads`.
 
     As many threads work on `rows` rows, the product of tokens and heads, as torch has; on few rows one.
     """

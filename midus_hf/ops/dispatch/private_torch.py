@@ -1,4 +1,4 @@
-"""Private functions of torch that may change: checked with torch 2.11, 2.12 and 2.13; named in no other file.
+"""Private functions of torch that may change, checked with 2.11 to 2.13; named in no other file.
 
 Each function here has a fallback for a torch that lacks the private one, with the same results, more slowly.
 """
@@ -21,7 +21,7 @@ _KNOWS_WATCHERS = None not in (_modes, _is_included, _before_dispatch, _transfor
 
 
 def can_skip_dispatcher(*tensors: torch.Tensor | None) -> bool:
-    """Return whether a call may bypass its op's registration, which takes longer than a decoding step's work.
+    """Return whether a call may bypass its registered op, which takes longer than a decoding step.
 
     It may if no gradient is recorded, no graph is traced, nothing intercepts calls (dispatch modes, transforms of `torch.func`,
     tracers), and C and kernels can read the memory of all tensors, which a subclass of `Tensor` may not have. Fallback: false.
@@ -44,7 +44,7 @@ _graph_task: Any = getattr(torch._C, "_current_graph_task_id", None)
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward pass runs, where checkpointing repeats forward passes. Fallback: false, so they count twice."""
+    """Return whether a backward pass runs. Fallback: false, so repeated forward passes count twice."""
     return not torch.compiler.is_compiling() and _graph_task is not None and _graph_task() != -1
 
 
@@ -52,7 +52,7 @@ _static: Any = getattr(torch._dynamo, "mark_static_address", None) if hasattr(to
 
 
 def keep_address(tensor: torch.Tensor, guard: bool = True) -> None:
-    """Make captured graphs read a tensor, which will not move, at its address. Fallback: each replay copies it.
+    """Make captured graphs read a tensor at its lasting address. Fallback: each replay copies it.
 
     `guard`: whether code is recompiled for another tensor. Default: true.
     """

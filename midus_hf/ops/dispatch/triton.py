@@ -50,12 +50,12 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
 
 
 def precise_product() -> str:
-    """Return the `input_precision` of `tl.dot` near float32's: `"tf32x3"` on tensor cores, `"ieee"` on AMD GPUs."""
+    """Return the `input_precision` nearest float32: `"tf32x3"`, and `"ieee"` on AMD GPUs."""
     return "ieee" if torch.version.hip else "tf32x3"
 
 
 def wide_ranged_product() -> str:
-    """Return the `input_precision` of `tl.dot` near float16's beyond its range: `"tf32"`; `"ieee"` on AMD, where some lack it."""
+    """Return the `input_precision` near float16's for any range: `"tf32"`, and `"ieee"` on AMD GPUs."""
     return "ieee" if torch.version.hip else "tf32"
 
 
@@ -69,5 +69,5 @@ def product(first, second, PRECISION: tl.constexpr):
 
 
 def product_precision(tensor: torch.Tensor) -> str | None:
-    """Return the `PRECISION` of `product`: None for half precision, except in the interpreter, which cannot multiply it."""
+    """Return the `PRECISION` of `product`: None for half precision, except in the interpreter."""
     return precise_product() if tensor.dtype == torch.float32 or interprets_kernels() else None

@@ -26,14 +26,14 @@ def native_gathered_products(vectors: Tensor, bank: Tensor, slots: Tensor) -> Te
 
 
 def native_row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: int) -> Tensor:
-    """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32."""
+    """Return the sum of `weights[s, m] * gradient[s]` over slots of each row: `[num_rows, v]`, float32."""
     _check_places(gradient, slots, weights)
     arguments = (gradient.unsqueeze(1), _integers(slots).unsqueeze(1), weights.float().unsqueeze(1))
     return native_bank_gradient(*arguments, torch.Size((num_rows, gradient.shape[1])))
 
 
 def native_bank_gradient(gradient: Tensor, slots: Tensor, weights: Tensor, bank_shape: torch.Size) -> Tensor:
-    """Return the gradient of a bank, `[N, v]` (heads share it) or `[H, N, v]`, float32, each row summed in order.
+    """Return the gradient of a bank, `[N, v]` (shared by heads) or `[H, N, v]`, float32, summed in order.
 
     Args:
         gradient: Gradient of the gathered sums, `[S, H, v]`.

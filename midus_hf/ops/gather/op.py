@@ -1,4 +1,4 @@
-"""Weighted sums of table rows, products of vectors with table rows, and their three sums and gradients.
+"""Weighted sums of table rows, products of vectors with rows, and their three sums and gradients.
 
 The sums take flat arguments, `[S, m]` slots into a table `[R, v]`, and add in float32 at least. If a graph was traced for C that
 cannot be built, PyTorch computes them.
@@ -63,7 +63,7 @@ def weighted_gather(
 def gathered_products(
     vectors: Tensor, bank: Tensor, slots: Tensor, *, sparse_gradient: bool = False, backend: str = "auto"
 ) -> Tensor:
-    """Multiply vectors with table rows, `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, equation 15).
+    """Multiply vectors with rows: `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, eq. 15).
 
     Fused bodies do not store the gathered rows of all vectors. Sums are accumulated in float32 at least.
 
@@ -125,7 +125,7 @@ def row_products(vectors: Tensor, bank: Tensor, slots: Tensor, backend: str) -> 
 
 
 def row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: int, backend: str) -> Tensor:
-    """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`, `[num_rows, v]`, float32 at least."""
+    """Return `weights[s, m] * gradient[s]` summed by row `slots[s, m]`: `[num_rows, v]`, float32 at least."""
     if backend == "triton":
         return triton_row_sums(gradient, slots, weights, num_rows)
     if backend == "native" and native_library() is not None and gradient.shape[1] <= _MAX_NATIVE_COLUMNS:
@@ -143,7 +143,7 @@ def row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: int, ba
 
 
 def _widened(bank: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows in float32 at least (of a half-precision bank only those read, if few), and each slot's index among them."""
+    """Return rows in float32 at least (if few are read, only these), and each slot's index among them."""
     wide = wide_dtype(bank)
     if bank.dtype == wide or slots.numel() >= len(bank):
         return bank.to(wide), slots
@@ -184,7 +184,7 @@ gathered_products_op = differentiable_op(
 
 
 def rows_read(bank: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that slots of any shape read, and each slot's index among them; the bank's gradient is sparse.
+    """Return the rows that slots read, and each slot's index among them; the gradient is sparse.
 
     Counting the rows waits for the device.
     """

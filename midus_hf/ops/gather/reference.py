@@ -15,7 +15,7 @@ def weighted_gather(bank: Tensor, slots: Tensor, weights: Tensor, sparse_gradien
 
 
 def gathered_products(vectors: Tensor, bank: Tensor, slots: Tensor, sparse_gradient: bool = False) -> Tensor:
-    """Multiply vectors with table rows, `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, equation 15).
+    """Multiply vectors with rows: `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, eq. 15).
 
     Shapes: vectors `[..., v]`, bank `[R, v]`, slots `[..., m]`; the result `[..., m]` is float32 at least.
     """

@@ -34,7 +34,7 @@ _REACH_OF_32_BITS = (1 << 31) - 1
 def group_starts_kernel(
     keys, order, starts, count, entries_per_head, groups, STEPS: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr
 ):
-    """Write the index of each group's first entry, [groups + 1]; `order` sorts entries, numbered head by head, by bucket (`keys`)."""
+    """Write the first entry of each group, [groups + 1]; `order` sorts entries of each head by `keys`."""
     group = tl.program_id(0) * BG + tl.arange(0, BG)
     bucket, first = group // HEADS, (group % HEADS).to(tl.int64) * entries_per_head
     low, high = tl.zeros([BG], tl.int64), tl.zeros([BG], tl.int64) + count
@@ -86,7 +86,7 @@ def bucket_sums_kernel(
     BY_HEAD: tl.constexpr, IS_EVEN: tl.constexpr, IS_LARGE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, M: tl.constexpr, PIECE: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Sum one piece of a group (with `BY_HEAD` of one head), to `output` if the group has no other, else to `scratch`."""
+    """Sum one piece of a group, to `output` if the group has no other, else to `scratch`."""
     group = tl.load(owners + tl.program_id(0)).to(tl.int32)
     if group < groups:
         start_of_group, end = tl.load(starts + group), tl.load(starts + group + 1)
@@ -245,7 +245,7 @@ def triton_weight_gradients(gradient: Tensor, bank: Tensor, slots: Tensor) -> Te
 
 
 def triton_row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: int) -> Tensor:
-    """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32."""
+    """Return `weights[s, m] * gradient[s]` summed by row `slots[s, m]`: `[num_rows, v]`, float32."""
     shape = torch.Size((num_rows, gradient.shape[1]))
     return triton_bank_gradient(gradient.unsqueeze(1), slots.unsqueeze(1), weights.unsqueeze(1), shape, torch.float32)
 
@@ -253,7 +253,7 @@ def triton_row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: 
 def triton_bank_gradient(
     gradient: Tensor, slots: Tensor, weights: Tensor, bank_shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of a bank, rows summed in float32, in the order of tokens, and rounded to `dtype` once.
+    """Return the gradient of a bank, summed in float32 in the order of tokens, rounded to `dtype` once.
 
     Shapes: gradient `[S, H, v]`, slots and weights `[S, H, m]`, bank `[N, v]` or `[H, N, v]`.
     """

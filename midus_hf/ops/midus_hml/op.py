@@ -1,4 +1,4 @@
-"""The head-wise memory of MIDUS: product-key retrieval per head, and values expanded from one shared bank.
+"""The head-wise memory of MIDUS: product-key retrieval per head, values expanded from a shared bank.
 
 Selection, weighting, gathering and transforms are one registered op. Its shapes: query `[S, H, d]`, keys `[H, n, d / 2]`, bank `[N,
 v]` or `[H, N, v]`, transforms `[H, v, v]` of a bank `[N, v]`, residual and output `[S, H, v]`.

@@ -17,7 +17,7 @@ def headwise_memory(
     *,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Retrieve from the memory of every head: `M_h = W_h sum_m alpha_m V[slot_m]` (MIDUS, equations 11 to 17).
+    """Retrieve for every head: `M_h = W_h sum_m alpha_m V[slot_m]` (MIDUS, equations 11 to 17).
 
     Shapes: query `[..., H, d]`, sub-keys `[H, n, d / 2]`, values `[n * n, v]` or, per head, `[H, n * n, v]`, transforms `[H, v, v]`,
     residual and result `[..., H, v]`. Tables are cast to the query's dtype. A residual is added, in its dtype.

@@ -23,7 +23,7 @@ _MIN_TOGETHER = 16
 def chapter_attention(
     query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor, *, backend: str = "auto"
 ) -> Tensor:
-    """Attend to the memory tokens of chosen chapters, all in one softmax (Mixture of Chapters, equation 4).
+    """Attend to the memory tokens of chosen chapters in one softmax (Mixture of Chapters, equation 4).
 
     All Q tokens of a segment read the same n chapters: with Q = 1 each token has its own. There is no position and no mask.
 
@@ -126,7 +126,7 @@ class SortedPairs(NamedTuple):
 def segment_attention(
     query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor, *, backend: str
 ) -> Tensor:
-    """Attend from each token, query `[N, H, d]`, to the memory tokens of its chapters `[N, n]`, in one softmax.
+    """Attend from tokens, query `[N, H, d]`, to memory tokens of their chapters `[N, n]`, in one softmax.
 
     Outputs of a token's pairs are weighted by the softmax over their log-sum-exps, which equals one softmax over all memory tokens.
     """

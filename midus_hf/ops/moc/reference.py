@@ -9,7 +9,7 @@ from midus_hf.ops.dispatch.calling import without_autocast
 
 
 def chapter_attention(query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor) -> Tensor:
-    """Attend to the memory tokens of chosen chapters, all in one softmax (Mixture of Chapters, equation 4).
+    """Attend to the memory tokens of chosen chapters in one softmax (Mixture of Chapters, equation 4).
 
     Shapes: query and result `[S, Q, H, d]`, keys and values `[C, M, H, d]`, chapters and scales `[S, n]`.
     """

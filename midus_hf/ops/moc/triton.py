@@ -1,4 +1,4 @@
-"""Kernels of attention from blocks of queries to the memory tokens of one chapter each, and their gradients.
+"""Kernels of attention from blocks of queries to memory tokens of a chapter each, with gradients.
 
 A program takes one block of rows and one query head, and reads the chapter's memory tokens a tile at a time, with an online softmax.
 Shares of attention are recomputed for the gradients. One program sums the gradient of a memory token over the blocks of its chapter,

@@ -1,1 +1,1 @@
-"""Attention to slots of the depth (keys and values of earlier layers), joined with the sequence (MoDA)."""
+"""Attention to keys and values of earlier layers (slots), joined with the sequence (MoDA)."""

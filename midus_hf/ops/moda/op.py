@@ -1,4 +1,4 @@
-"""Attention of each token to keys and values of its position, joined with attention to the sequence (MoDA)."""
+"""Attention of tokens to slots of their position, joined with attention to the sequence (MoDA)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -100,7 +100,7 @@ def joint_shares(
     gate: Tensor | None = None,
     added: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors of each slot's value and of the sequence's output in `joint_attention`, without gradient.
+    """Return the factors of slots' values and of the sequence's output in `joint_attention`, detached.
 
     Arguments are those of `depth_attention` and `joint_attention`. The shares of slots `[B, H, T, n]` and of the sequence `[B, H,
     T]`, float32 at least, add up to 1, or to 2 - c if `added`.
@@ -112,7 +112,7 @@ def joint_shares(
 
 
 def shared_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype in which kernels read all tensors: that of autocast if theirs differ, else the one they promote to."""
+    """Return the dtype in which kernels read tensors: autocast's if theirs differ, else the promoted one."""
     dtypes = {tensor.dtype for tensor in tensors}
     device = tensors[0].device.type
     if len(dtypes) > 1 and torch.is_autocast_enabled(device):

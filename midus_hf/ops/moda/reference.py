@@ -74,7 +74,7 @@ def join_factors(sequence_lse: Tensor, depth_lse: Tensor, gate: Tensor | None, a
 
 
 def shares_of_both(sequence_lse: Tensor, depth_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the shares of the depth and of the sequence in one softmax over both: w and 1 - w, both `[B, H, T]`.
+    """Return the shares of depth and sequence in one softmax over both: w and 1 - w, `[B, H, T]`.
 
     The logarithms `[B, H, T]` are minus infinity for rows that read nothing; w is 0 for rows that read no slot of the depth.
     """
@@ -115,7 +115,7 @@ def sequence_lse(
 def sequence_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scaling: float, softcap: float | None = None
 ) -> Tensor:
-    """Return the weights `[B, H, T, S]` of the softmax over only the sequence; arguments as in `sequence_lse`.
+    """Return the softmax over only the sequence, `[B, H, T, S]`; arguments as in `sequence_lse`.
 
     They are float32 at least, zero for queries that read nothing, and without gradient.
     """

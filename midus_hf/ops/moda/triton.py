@@ -66,7 +66,7 @@ def store_group_tile(
 
 @triton.jit
 def run_of_table(run, text, head, token):
-    """Return the end of a run's slots, and offsets in bytes of a token's and head's rows of keys and values."""
+    """Return the end of a run's slots, and offsets in bytes of a token's and head's keys and values."""
     key = text * tl.load(run + 1) + head * tl.load(run + 2) + token * tl.load(run + 3)
     value = text * tl.load(run + 4) + head * tl.load(run + 5) + token * tl.load(run + 6)
     return tl.load(run).to(tl.int32), key, value
@@ -166,7 +166,7 @@ def triton_depth_attention(
 
 
 def slot_table(keys: Sequence[Tensor], values: Sequence[Tensor], *others: Sequence[Tensor]) -> SlotTable:
-    """Build the table of slot addresses on the slots' device; `others` are more tensors per slot, of one layout."""
+    """Build the table of slot addresses on their device; `others` are more tensors per slot."""
     keys, values = ([with_rows(slot) for slot in slots] for slots in (keys, values))
     size = keys[0].element_size()
     strides = [
@@ -317,7 +317,7 @@ def triton_depth_gradients(
     softcap: Optional[float],  # noqa: UP045
     wants: list[bool],
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-    """Return the gradients of query, keys and values, laid out token by token; None or empty if not needed."""
+    """Return the gradients of query, keys and values, token by token; None or empty if not needed."""
     wants_query, wants_slots = wants[0], any(wants[1:])
     query = with_rows(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]

@@ -1,4 +1,4 @@
-"""Product-key retrieval, head-wise lookup and gradients in compiled C, for float32 and bfloat16 on a CPU.
+"""Product-key retrieval, head-wise lookup and gradients in C, for float32 and bfloat16 on a CPU.
 
 One thread writes each result, in the order of tokens: neither the number of threads nor other tokens change a bit. All functions
 raise a `ValueError` if a tensor is not on the CPU.
@@ -58,7 +58,7 @@ def native_refusal(n: int, k: int) -> str | None:
 
 
 def native_lookup(inputs: LookupInputs, keeps: bool) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Return the output `[S, H, v]`, and, if `keeps`, slots and weights `[S, H, k]`; transforms multiply in float32."""
+    """Return the output `[S, H, v]`, transformed in float32; if `keeps`, slots and weights `[S, H, k]`."""
     query, row_keys, column_keys, bank, transform, residual, _ = inputs
     if residual is not None and residual.dtype not in NATIVE_DTYPES:
         output, kept = native_lookup(inputs._replace(residual=None), keeps)

@@ -117,7 +117,7 @@ product_key_scores_op = differentiable_op(
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return `scores.topk(k, dim=-1)` of `[..., n]` without NaN, by groups on a CPU, where wide `topk` is slow.
+    """Return `scores.topk(k, dim=-1)` of `[..., n]` without NaN, by groups on a CPU, which is faster.
 
     The k largest scores lie in the k groups with the largest maxima, so the result is exact. Among equal scores, any may be chosen.
     """
@@ -161,7 +161,7 @@ def select(row_scores: Tensor, column_scores: Tensor, k: int) -> tuple[Tensor, T
 
 
 def halves(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the halves of a query `[S, H, d]`, `[H, S, d / 2]`, copied, since layout in memory changes the rounding of products."""
+    """Return a query's halves, `[H, S, d / 2]`, copied, since the layout changes the rounding of products."""
     rows, columns = query.unflatten(-1, (2, -1)).permute(2, 1, 0, 3).to(dtype).contiguous()
     return rows, columns
 

@@ -10,7 +10,7 @@ _MAX_WIDENED = 1 << 20  # largest number of elements of keys that a CPU holds in
 
 
 def product_key_topk(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find, for every head, the `k` product keys that score highest against its query (MIDUS, equations 11 to 13).
+    """Find, for every head, the `k` best product keys for its query (MIDUS, equations 11 to 13).
 
     Shapes: query `[..., H, d]`, sub-keys `[H, n, d / 2]` per side. Returns scores `[..., H, k]`, descending, and slots, int64.
     """
@@ -24,7 +24,7 @@ def product_key_topk(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: in
 
 
 def sub_key_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores of all row and column keys (MIDUS, equation 11), `[..., H, n]` each, float32 at least.
+    """Return the scores of row and column keys, `[..., H, n]`, float32 at least (MIDUS, equation 11).
 
     Keys are cast to the dtype of the query first.
     """
@@ -80,7 +80,7 @@ def flat_key_topk(query: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_keys(query: Tensor, keys: Tensor, k: int) -> Tensor:
-    """Return the indices `[H, S, k]` of the best keys, widened some heads at a time so that a CPU's cache holds them."""
+    """Return the indices `[H, S, k]` of the best keys, widened by heads so that a CPU's cache holds them."""
     heads, slots, width = keys.shape
     together = max(1, _MAX_WIDENED // (slots * width)) if keys.device.type == "cpu" else heads
     stretch = max(1, _MAX_SCORES // (min(together, heads) * slots))

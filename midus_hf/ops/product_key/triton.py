@@ -1,4 +1,4 @@
-"""Kernels that select product keys without storing the scores of all sub-keys, and gradients through these.
+"""Kernels that select product keys without storing all sub-keys' scores, and gradients through these.
 
 Gradients of a token's scores are spread over a tile, each at the column of its sub-key. Tensor cores multiply the tile with sub-keys
 for the gradient of the queries, and with queries for that of the sub-keys, which a program sums over many tokens. For bfloat16, the
@@ -56,7 +56,7 @@ def pick(values, places, KP: tl.constexpr):
 
 @triton.jit
 def best_columns(scores, start, n, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
-    """Return the K largest of each row of `scores` [BT, BN], descending, and columns from `start`: [BT, KP].
+    """Return the K largest of rows of `scores` [BT, BN], descending, and columns from `start`: [BT, KP].
 
     Among equal scores, the first comes first. Ranks K to KP - 1 hold minus infinity and column 0. Columns stay below n even with NaN.
     """
@@ -74,7 +74,7 @@ def best_columns(scores, start, n, K: tl.constexpr, KP: tl.constexpr, BT: tl.con
 
 @triton.jit
 def merge_best(values, chosen, more_values, more_chosen, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr):
-    """Return the K largest of two descending lists, [BT, KP], with columns; of equals, the first list's first."""
+    """Return the K largest of two descending lists, [BT, KP], with columns; ties go to the first list."""
     ranks = tl.arange(0, KP)
     merged = tl.full([BT, KP], float("-inf"), tl.float32)
     merged_chosen = tl.zeros([BT, KP], tl.int32)
@@ -94,7 +94,7 @@ def merge_best(values, chosen, more_values, more_chosen, K: tl.constexpr, KP: tl
 
 @triton.jit
 def next_pair(sums, next_column, row_values, column_values, K: tl.constexpr, KP: tl.constexpr):
-    """Return the sum [BT] and the ranks of row and column of the best remaining pair, then `sums` and `next_column` without it.
+    """Return the best remaining pair's sum and ranks [BT], then `sums` and `next_column` without it.
 
     Columns descend, so for each row rank only the best unpaired column, `next_column` [BT, KP], with sums `sums` [BT, KP], can come
     next. K calls merge K descending lists, which gives the K best of all pairs.
@@ -171,7 +171,7 @@ def best_slots_of_keys(
 
 
 def selection_tile(n: int, k: int, half: int, few: bool, is_wide: bool, lanes: int = 1) -> Tile:
-    """Return the sizes of a program that selects, with tiles, also of `lanes` columns, of about 8,192 elements.
+    """Return the sizes of a program that selects, with tiles, also of `lanes` columns, of at most 8,192.
 
     A program takes at most 128 sub-keys at a time, and 16 to 64 tokens with about 4,096 scores in all; for the `few` tokens of
     decoding, as few rows as a product has, and as few warps as hold them in registers. On compute capability 9.0, two warps need no
@@ -209,7 +209,7 @@ def scores_kernel(
     WIDE: tl.constexpr, TOGETHER: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Write scores and numbers [S, H, K] of the best slots; the query [S, H, 2 * half] has contiguous rows."""
+    """Write scores and numbers [S, H, K] of the best slots; rows of the query are contiguous."""
     block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
     token = block * BT + tl.arange(0, BT)
     valid = token < tokens
@@ -300,7 +300,7 @@ def given_gradients(
 
 @triton.jit
 def spread_scores(scores, chosen, start, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
-    """Return scores [BT, KP] at the columns of BN sub-keys from `start`, [BT, BN]; those of one sub-key are added."""
+    """Return scores [BT, KP] at columns of BN sub-keys from `start`, [BT, BN], those of one key added."""
     columns = start + tl.arange(0, BN)
     ranks = tl.arange(0, KP)
     spread = tl.zeros([BT, BN], tl.float32)
@@ -339,7 +339,7 @@ def side_gradients(
     ONE: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Store half of the queries' gradient, and sum this side's sub-keys in the returned `total` (ONE stretch) or in memory."""
+    """Store half of the queries' gradient; sum sub-keys' in the returned `total` (ONE stretch) or memory."""
     part = tl.load(query_pointers, mask=dim_mask, other=0.0)
     if ONE:
         spread = spread_scores(scores, columns, 0, K, KP, BT, BN)
@@ -449,7 +449,7 @@ def triton_score_gradients(
 
 @functools.cache
 def _gradient_tile(n: int, k: int, half: int, width: int, is_wide: bool) -> Tile:
-    """Return a program's sizes, tiles of about 8,192 elements; with 168 registers, three programs fit a multiprocessor."""
+    """Return a program's sizes, with 168 registers if three programs then fit a multiprocessor."""
     dims, lanes = max(16, power_of_two(half)), power_of_two(width)
     stretch = max(16, min(64, power_of_two(n), 8192 // dims))
     tile = {

@@ -1,4 +1,4 @@
-"""Tucker-decomposed query-key retrieval (TDQKR): k best pairs of row and column keys, scored by a core."""
+"""Tucker-decomposed query-key retrieval (TDQKR): the k best pairs of keys, scored by a small core."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def tucker_topk(
     k: int,
     side: int,
 ) -> tuple[Tensor, Tensor]:
-    """Find, for every head, k pairs of row and column keys with large scores (UltraMemV2, eq. 6, 7, 10, 11).
+    """Find, for every head, k pairs of keys with large scores (UltraMemV2, equations 6, 7, 10 and 11).
 
     The pair of row i and column j has the score `row_scores[i] @ core @ column_scores[j]`. The first stage approximates each core by
     its leading singular value, and keeps the `side` rows and the `side` columns with the largest leading scores, `row_scores @
@@ -69,7 +69,7 @@ def tucker_topk(
 def select(
     rows: Tensor, columns: Tensor, core: Tensor, row_vector: Tensor, column_vector: Tensor, k: int, side: int
 ) -> Tensor:
-    """Return the chosen slots `[S, H, k]`, best first; arguments as in `tucker_topk`, one leading dimension."""
+    """Return the chosen slots `[S, H, k]`, best first; arguments as in `tucker_topk`, one batch dimension."""
     stretch = max(1, _MAX_SCORES // (rows.shape[1] * side**2))
     if rows.shape[0] > stretch:  # `len` would fix the sizes of a traced graph
         parts = zip(rows.split(stretch), columns.split(stretch), strict=True)

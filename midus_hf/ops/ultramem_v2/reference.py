@@ -16,7 +16,7 @@ def tucker_topk(
     k: int,
     side: int,
 ) -> tuple[Tensor, Tensor]:
-    """Find, for every head, the best pairs of the `side` rows and columns whose leading scores are largest.
+    """Find, for every head, the best pairs of the `side` rows and columns with the best leading scores.
 
     Shapes: scores of keys `[..., H, n, r]`, core `[H, r, r]`, vectors `[H, r]`. Returns scores `[..., H, k]`, descending, and
     slots, int64: slot `i * n + j` is row i with column j.
@@ -41,7 +41,7 @@ def scores_of_keys(scores: Tensor, keys: Tensor) -> Tensor:
 
 
 def leading_vectors(core: Tensor, row_vector: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading left and right singular vectors of cores, `[..., r]`, of length one, as `core` `[..., r, r]`.
+    """Return the leading left and right singular vectors of `core` `[..., r, r]`: `[..., r]`, length one.
 
     Their sign is that of the previous left vectors, `row_vector` `[..., r]`: the first stage keeps the largest leading scores, so it
     must not flip. Repeated squaring finds them without waiting for the device. A core of zeros gives the previous left vector and
