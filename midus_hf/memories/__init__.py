@@ -1,4 +1,4 @@
-"""Memories, one folder each; importing this package registers the options of every type, without torch."""
+"""Memories, a folder each; importing this package registers the options of every type, without torch."""
 
 import importlib
 import importlib.util

@@ -54,7 +54,7 @@ class FetchedLayer:
 
 
 class FetchedBatch:
-    """Blocks that a batch's rows fetched, by level from 1: records `[U, numel]`, and each row's, `[B]`, int64."""
+    """Blocks fetched for a batch, by level from 1: records `[U, numel]`, and each row's, `[B]`, int64."""
 
     def __init__(self, layout: BankLayout, records: Mapping[int, torch.Tensor], blocks: Mapping[int, torch.Tensor]):
         self.layout, self.records, self.blocks = layout, dict(records), dict(blocks)
