@@ -1,4 +1,4 @@
-"""Upscaling of pretrained checkpoints: it adds memory or depth, and most methods do not change what the model computes."""
+"""Upscaling of pretrained checkpoints: memory or depth, mostly without changing what they compute."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

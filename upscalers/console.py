@@ -22,7 +22,6 @@ from upscalers.record.provenance import UpscaleReport
 from upscalers.request import Progress
 from upscalers.tensors.recipes import summary_table
 
-# Characters that are printed of the text of an entry.
 _MAX_ENTRY_CHARACTERS = 60
 
 
@@ -81,7 +80,6 @@ class Console(Progress):
 
 
 def _print_table(header: Sequence[str], *rows: Sequence[str], bold: Iterable[bool] = ()) -> None:
-    """Print rows of plain text, in which brackets are not markup."""
     table = Table(box=rich.box.SIMPLE_HEAD, show_edge=False)
     for column in header:
         table.add_column(Text(column), overflow="fold")
@@ -168,7 +166,6 @@ def print_methods(methods: list[dict[str, Any]]) -> None:
 
 
 def _start_of(method: dict[str, Any]) -> tuple[str, str]:
-    """Return whether a method's model starts as the base, `exact` or `changed`, and a qualification."""
     if method["identity"]:
         left_out = method["identity_except"]
         return "exact", "" if left_out is None else f", but for {left_out}"
@@ -217,7 +214,6 @@ def print_inspection(inspection: dict[str, Any]) -> None:
 
 
 def _added(inspection: dict[str, Any]) -> str:
-    """Return as text what was added to layers that are all the base's."""
     new = [entry for entry in inspection["memory"] if entry.get("name") in inspection["new_memories"]]
     parts = [f"memory {entry['name']} ({entry['site']}) in layers {format_numbers(entry['layers'])}" for entry in new]
     parts += [f"a glossary of {format_count(inspection['entries'], 'entry')}"] if "entries" in inspection else []
@@ -229,7 +225,6 @@ def _bank(bank: int, fetched: int | None) -> str:
 
 
 def _carried_code(code: dict[str, Any]) -> str:
-    """Return as text whether the code in a checkpoint is what its version of the package generates."""
     if code["as_generated"]:
         return f"{code['file']}, as midus-hf {code['version']} generates it"
     if code["version"] not in (None, __version__):
@@ -238,7 +233,6 @@ def _carried_code(code: dict[str, Any]) -> str:
 
 
 def _confirmation(record: dict[str, Any], verb: str) -> str:
-    """Return whether the weights that `strip` wrote equal the base's, as text."""
     confirmed, differing = record.get("base_confirmed"), record.get("differing_tensors")
     if confirmed is None:
         return f"{verb} not known to be the base's: its config holds no digest of the base"
@@ -260,7 +254,6 @@ def print_stripped(result: dict[str, Any]) -> None:
 
 
 def _removed(layers: Sequence[int], memories: Sequence[str]) -> str:
-    """Return as text what `strip` took out."""
     return " and ".join(
         f"{one if len(names) == 1 else many} {', '.join(map(str, names))}"
         for names, one, many in ((layers, "layer", "layers"), (memories, "memory", "memories"))

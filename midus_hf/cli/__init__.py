@@ -1,1 +1,1 @@
-"""The command lines. No module imports torch or transformers before it needs them, so that mistakes are reported at once."""
+"""The command lines; torch and transformers are imported late, so that mistakes are reported at once."""

@@ -71,7 +71,6 @@ def midus_ask(
 
 
 def _turns() -> Iterator[str]:
-    """Yield the lines of standard input that are not blank, as they come; a terminal is prompted, else they are printed."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -94,7 +93,6 @@ def _check_text(question: str) -> None:
 
 
 def _lines_of(path: str) -> list[str]:
-    """Return the lines of a file, or of standard input, that are not blank."""
     from midus_hf.data.corpus import KINDS
 
     if KINDS.get(Path(path).suffix.lower(), "text") != "text":
@@ -124,7 +122,7 @@ def _ask(
     max_new_tokens: int,
     fetched: Any,
 ) -> None:
-    """Print the answer to a question after a chat as it is written, and on standard error what it reads; add both to the chat."""
+    """Print the answer as it is written, and on standard error what it reads; add both to the chat."""
     from transformers import TextStreamer
 
     from midus_hf.evaluation.asking import glossary_of, greedy_answer, question_inputs
@@ -142,7 +140,7 @@ def _ask(
 
 
 def _print_open_entries(glossary: "Glossary", question: str, ids: list[int], in_front: list[str]) -> None:
-    """Print which entries are read after the tokens of a question, which others they name, or which names are similar."""
+    """Print which entries the tokens of a question read, which they name, or which names are similar."""
     entries = glossary.open_at_end(ids)
     others = [glossary[number] for number in glossary.named(ids) if glossary[number] not in entries]
     if entries:
@@ -159,7 +157,7 @@ def _print_open_entries(glossary: "Glossary", question: str, ids: list[int], in_
 
 
 def _fetching(loaded: "PreTrainedModel", name: str) -> Callable[[str], dict[str, Any]]:
-    """Return what gives the path of a question's topic as an argument of `generate`, and prints which blocks are read."""
+    """Return a function that gives the path of a question's topic for `generate`, and prints blocks read."""
     from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
 
     if not fetches_blocks(loaded):
@@ -185,7 +183,7 @@ def _fetching(loaded: "PreTrainedModel", name: str) -> Callable[[str], dict[str,
 
 
 def _describe_blocks(banks: Any, path: list[int]) -> str:
-    """Return in words which blocks of a path are read. Blocks that were deleted or never trained add nothing."""
+    """Return in words which blocks of a path are read; deleted and untrained ones add nothing."""
     blocks: dict[str, list[str]] = {"read": [], "deleted": [], "never trained": []}
     for level, node in enumerate(path, start=1):
         of_level = [banks.bank(name) for name, layout in banks.layouts.items() if level in layout.levels]

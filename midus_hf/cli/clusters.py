@@ -235,7 +235,7 @@ def report(
 def nodes_with_words(
     tree: "ClusterTree", leaves: "np.ndarray", documents: "np.ndarray", texts: Sequence[str], level: int, most: int
 ) -> dict[int, tuple[int, list[str]]]:
-    """Return the largest nodes of a level, from 1: how many windows each has, and words that are rarer in other nodes' texts."""
+    """Return a level's largest nodes, from 1, with window counts and words rarer in other nodes' texts."""
     import numpy as np
 
     if not 1 <= level <= tree.levels:
@@ -263,7 +263,7 @@ def nodes_with_words(
 
 @contextlib.contextmanager
 def _results_alone() -> Iterator[None]:
-    """Keep standard output for results within the context, and progress bars of libraries for terminals."""
+    """Keep standard output for results within the context, and progress bars for terminals."""
     from midus_hf.sources.progress import limit_bars
 
     with contextlib.redirect_stdout(sys.stderr), limit_bars():
@@ -271,7 +271,6 @@ def _results_alone() -> Iterator[None]:
 
 
 def _as_text(value: Any) -> str:
-    """Return a value that JSON cannot hold (a date, a time, a decimal number) as text, and refuse bytes."""
     if isinstance(value, bytes):
         raise RequestError(
             f"a row has the bytes {value[:16]!r}; expected text, numbers, dates, or lists of them. Leave that column out."

@@ -1,7 +1,6 @@
 """Code that all commands share: how a command starts and ends, options, and how results are printed.
 
-A command ends with an exit status. If the status is not 0, one line on standard error says why; after an unexpected error, further
-lines say where it was raised.
+A status other than 0 comes with the reason in one line on standard error, and after an unexpected error where it was raised.
 
 | status | |
 |---|---|
@@ -46,7 +45,6 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 def command_line(help: str | None = None, **settings: Any) -> typer.Typer:
-    """Return an empty command line in the style of all commands."""
     style: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
     if help is not None:  # None itself would hide the docstring of a callback
         settings["help"] = help
@@ -54,9 +52,9 @@ def command_line(help: str | None = None, **settings: Any) -> typer.Typer:
 
 
 class CommandExit(Exception):
-    """Exception that ends a command with an exit status and the reason. None: the reason has been printed already.
+    """Exception that ends a command with an exit status and the reason; None: it has been printed already.
 
-    `from_any_process`: whether the reason is printed by any process of a run, and not only by the first.
+    `from_any_process`: whether any process of a run prints the reason, and not only the first.
     """
 
     def __init__(self, status: int, line: str | None = None, *, from_any_process: bool = False):
@@ -67,7 +65,7 @@ class CommandExit(Exception):
 
 
 def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: str, raises: bool = False) -> int:
-    """Run a command line, by default the words of `sys.argv`, and return its exit status, with one line if it is not 0.
+    """Run a command line, by default `sys.argv`; return its exit status, with one line if it is not 0.
 
     SIGTERM interrupts the work as Ctrl-C does. `raises`: whether unexpected errors are raised, for a traceback.
     """
@@ -85,7 +83,7 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
 
 
 def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) -> tuple[int, str | None, list[str]]:
-    """Run a command line. Return its exit status, the reason in one line, with the command's name, and where an error was raised."""
+    """Run a command line; return its exit status, the reason in one line, and where an error was raised."""
     if "--version" in line_words:
         print(__version__)
         return 0, None, []
@@ -144,10 +142,7 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
 
 
 class _TolerantOutput(io.FileIO):
-    """Stream that drops output after an error, whose reason `errors` gets.
-
-    A closed pipe is not an error: the reader wants no more, as in `| head`.
-    """
+    """Stream that drops output after an error, appended to `errors` unless the reader closed the pipe."""
 
     errors: list[str]
 
@@ -165,7 +160,7 @@ class _TolerantOutput(io.FileIO):
 
 @contextlib.contextmanager
 def _lasting_output() -> Iterator[list[str]]:
-    """Make print never raise: output that cannot be written is dropped, the list gets the reason; unknown letters are escaped."""
+    """Make print never raise: drop output that cannot be written, list the reason, escape unknown letters."""
     before: tuple[Any, Any] = (sys.stdout, sys.stderr)
     errors, lasting = list[str](), list[Any]()
     for stream in before:
@@ -190,13 +185,13 @@ def _lasting_output() -> Iterator[list[str]]:
 
 
 def is_main_process() -> bool:
-    """Return whether this process prints: rank 0 by the launcher's `RANK`, which is known before torch is set up."""
+    """Return whether this process prints: rank 0 by the launcher's `RANK`, known before torch is set up."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
 @contextlib.contextmanager
 def _termination_interrupts() -> Iterator[list[int]]:
-    """Let SIGTERM raise `KeyboardInterrupt`, unless the process ignores SIGTERM. Yield a list of the signals that arrive."""
+    """Let SIGTERM raise `KeyboardInterrupt`, unless ignored; yield a list of the signals that arrive."""
     terminations: list[int] = []
     process = os.getpid()
     # Python handles signals only in the main thread.
@@ -220,22 +215,20 @@ def _termination_interrupts() -> Iterator[list[int]]:
 
 
 def cli_option(help: str, metavar: str, *names: str, **settings: Any) -> Any:
-    """Return an option that takes a value. Default name: that of the parameter. `settings` are arguments of `typer.Option`."""
+    """Return an option with a value, by default named as the parameter; `settings` are for `typer.Option`."""
     return typer.Option(*names, help=help, metavar=metavar, **settings)
 
 
 def flag(name: str, help: str) -> Any:
-    """Return an option that takes no value."""
     return typer.Option(name, help=help)
 
 
 def argument(help: str, metavar: str, **settings: Any) -> Any:
-    """Return an argument. `settings` are further arguments of `typer.Argument`."""
     return typer.Argument(help=help, metavar=metavar, **settings)
 
 
 def model_argument(help: str, metavar: str) -> Any:
-    """Return an argument that names one or several models, and checks that they exist before heavy imports."""
+    """Return an argument for one or several models, checked for existence before heavy imports."""
     return argument(help, metavar, callback=_checked_models)
 
 
@@ -252,7 +245,6 @@ Json = Annotated[bool, flag("--json", "Print one JSON object on standard output.
 
 
 def check_file(option: str, path: Path, suffixes: Sequence[str], drawn: Sequence[str] = ()) -> None:
-    """Check that a file can be written."""
     if path.suffix not in suffixes:
         raise RequestError(f"{option} is {str(path)!r}; expected a file ending in {', '.join(suffixes)}.")
     if not path.absolute().parent.is_dir():
@@ -275,7 +267,7 @@ def needing_harness() -> Iterator[None]:
 
 
 def show(result: Any, json_: bool, print_result: Callable[[Any], None], indent: int | None = None) -> None:
-    """Print a result: as one JSON object, indented by a number of spaces, or by `print_result` as readable text."""
+    """Print a result as one JSON object, with an indent of spaces, or by `print_result` as readable text."""
     if json_:
         print(json.dumps(result, indent=indent, allow_nan=indent is None))
     else:
@@ -283,7 +275,6 @@ def show(result: Any, json_: bool, print_result: Callable[[Any], None], indent: 
 
 
 def show_tables(tables: "Sequence[TextTable]") -> None:
-    """Print tables that have rows."""
     import rich.box
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""`midus edit`: change the contents of a checkpoint's memories: chapters, blocks of a bank, or a glossary."""
+"""`midus edit`: change a checkpoint's memories: chapters, blocks of a bank, or a glossary."""
 
 from functools import partial
 from typing import Annotated, Any
@@ -92,7 +92,6 @@ def edit_chapters(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Run the chapter edit that the subcommand names."""
     from upscalers.edits import chapters as edits
 
     edit = getattr(edits, str(context.command.name))
@@ -158,7 +157,6 @@ _RELATED_BLOCKS = {
 
 
 def _describe_remains(result: dict[str, Any]) -> list[str]:
-    """Return lines about what remains: other parts trained on the topics' texts, and copies."""
     taught = result["also_taught"]
     lines = [
         f"also trained on its texts, and kept: {what.format(first_few(taught[where]))}; to delete: {remedy}"
@@ -190,7 +188,6 @@ def edit_entries(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Run the entry edit that the subcommand names."""
     from upscalers.edits import packs
 
     edit = getattr(packs, f"{context.command.name}_entries")
@@ -238,7 +235,6 @@ def _show_entries(result: dict[str, Any], json_: bool) -> None:
 
 
 def _request(model: str, output: str | None, memory: str | None, overwrite: bool) -> Any:
-    """Return the request of an edit, whose progress is shown on a terminal."""
     from upscalers.console import Console
     from upscalers.edits.checkpoint_edit import EditRequest
 

@@ -1,8 +1,4 @@
-"""The entry points of `upscale` and `midus`.
-
-The imports of a command take up to a second, so this module imports only fast modules, and only the command of `midus` that
-is called. An interruption during these imports ends with one line too.
-"""
+"""The entry points of `upscale` and `midus`, which import only the called command."""
 
 import functools
 import importlib
@@ -33,7 +29,7 @@ def midus() -> int:
 
 
 def start(command: str, module: str, arguments: Sequence[str] | None = None) -> int:
-    """Import the module of a command, run its `main`, by default with the words of `sys.argv`, and return the exit status."""
+    """Import a command's module, run its `main`, by default on `sys.argv`, and return the exit status."""
     try:
         main: Callable[[Sequence[str] | None], int] = importlib.import_module(f"midus_hf.cli.{module}").main
         return main(arguments)

@@ -82,7 +82,7 @@ def midus_eval(
 
 
 def comparison_table(report: dict[str, Any]) -> Table:
-    """Return the report of `evaluate` as a table: one row per measure, one column per model."""
+    """Return the report of `evaluate` as a table: rows are measures, columns models."""
     models, notes = report["models"], []
     table = Table(title="Evaluation")
     table.add_column("measure")
@@ -125,7 +125,6 @@ def comparison_table(report: dict[str, Any]) -> Table:
 
 
 def _error_of(metric: str) -> str:
-    """Return the name of the standard error of a metric, such as `acc,none`."""
     name, comma, filter_name = metric.partition(",")
     return f"{name}_stderr{comma}{filter_name}"
 

@@ -55,7 +55,6 @@ Output = Annotated[
 
 
 def _answer(ask: Callable[[], Answer], output: list[Path] | None, json_: bool) -> None:
-    """Print an answer as tables or JSON, and write the files of --output."""
     with contextlib.redirect_stdout(sys.stderr):
         answer = ask()
     show(answer.report, json_, lambda report: show_tables(answer.tables), indent=2)
@@ -176,19 +175,16 @@ class Model:
         check_dtype(self.dtype)
 
     def load(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        """Load the model, as `midus_hf.models.saved_models.load_for_reading` does, and its tokenizer."""
         from midus_hf.models.saved_models import load_for_reading
 
         return load_for_reading(str(Path(self.name).expanduser()), self.dtype, self.device)
 
     @cached_property
     def loaded(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        """The model, in eval mode, and its tokenizer, kept."""
         return self.load()
 
     @cached_property
     def folder(self) -> Path:
-        """The folder of the model, which is downloaded if it is on the Hub."""
         from huggingface_hub import snapshot_download
 
         path = Path(self.name).expanduser()
@@ -213,7 +209,6 @@ class Texts:
 
     @cached_property
     def rows(self) -> "list[TextRows]":
-        """The texts as rows of tokens, with paths if there is a retriever."""
         from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
         from midus_hf.evaluation.text_rows import text_rows
 
@@ -232,7 +227,6 @@ class Texts:
 
 
 def _read_documents(text: list[str], column: str) -> dict[str, list[str]]:
-    """Return the documents of each text, by the text's name. Files that were not read are listed on standard error."""
     from midus_hf.data.corpus import read_corpus
 
     paths: dict[str, str] = {}
@@ -249,7 +243,6 @@ def _read_documents(text: list[str], column: str) -> dict[str, list[str]]:
 
 
 def _split_names(tasks: str) -> list[str]:
-    """Return names that commas separate."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise RequestError(f"tasks is {tasks!r}; expected names of tasks, separated by commas.")
@@ -257,7 +250,6 @@ def _split_names(tasks: str) -> list[str]:
 
 
 def _about(texts: Texts, losses: dict[str, float]) -> tuple[str, dict[str, Any]]:
-    """Return a sentence with the texts that the model read and their losses, and the same as the head of a report."""
     read = {
         text.name: {
             "documents": len(set(text.documents)),
@@ -296,7 +288,7 @@ def answer_usage(texts: Texts) -> Answer:
 
 
 def answer_ablation(texts: Texts) -> Answer:
-    """Answer how the loss of each text changes without each added layer, memory and reading of the depth."""
+    """Answer how each text's loss changes without each added layer, memory and reading of the depth."""
     from midus_hf.look import ablation as parts_lost
 
     model, _ = texts.model.loaded
@@ -317,7 +309,7 @@ def answer_ablation(texts: Texts) -> Answer:
 
 
 def answer_touched(asked: Model, documents: dict[str, list[str]], prove: bool) -> Answer:
-    """Answer where texts read a memory of known n-grams; all other positions have the logits of the model without the memory."""
+    """Answer where texts read a memory of known n-grams; elsewhere logits are those without the memory."""
     from transformers import AutoConfig
 
     from midus_hf.look import touched as where_read
@@ -356,7 +348,7 @@ def answer_touched(asked: Model, documents: dict[str, list[str]], prove: bool) -
 
 
 def answer_glossary(asked: Model, limit: int | None, at_least: float | None, batch_size: int) -> Answer:
-    """Answer whether the model reproduces numbers and names of a glossary's texts after entries' names, and which names are found."""
+    """Answer whether the model gives numbers and names of entries after their names, and which are found."""
     from midus_hf.look import glossary as entries
 
     model, _ = asked.loaded
@@ -379,7 +371,7 @@ def answer_glossary(asked: Model, limit: int | None, at_least: float | None, bat
 
 
 def answer_questions(asked: Model, questions: str, limit: int | None, at_least: float | None) -> Answer:
-    """Answer how many questions about a glossary the model answers rightly, compared with the texts in the prompt."""
+    """Answer how many glossary questions the model answers rightly, with and without texts in the prompt."""
     from midus_hf.look import glossary as entries
 
     read = entries.read_questions(questions, limit)
@@ -402,7 +394,7 @@ def answer_questions(asked: Model, questions: str, limit: int | None, at_least: 
 
 
 def answer_heads(models: list[Model], tasks: list[str], data: str | None, limit: int | None) -> Answer:
-    """Answer how important each attention head is for right answers, and how much this differs between the heads of a layer."""
+    """Answer how important each attention head is for right answers, and the spread within a layer."""
     from midus_hf.look import heads as important_heads
     from midus_hf.sources.names import short_names
     from midus_hf.sources.progress import show_progress
@@ -461,7 +453,7 @@ def answer_depth(texts: Texts, layer: int | None = None, head: int | None = None
 
 
 def answer_page(texts: Texts) -> Answer:
-    """Answer every question about the model that needs only texts: usage, ablation and reading of the depth."""
+    """Answer every question that needs only texts: usage, ablation and reading of the depth."""
     from midus_hf.look.depth import record_depth
     from midus_hf.look.usage import record_usage
 

@@ -1,4 +1,4 @@
-"""The `midus` command itself: its help, its completion by shells, and its message for an unknown command."""
+"""The `midus` command itself: its help, shell completion, and its message for an unknown command."""
 
 import importlib
 from functools import partial
@@ -19,7 +19,6 @@ class Commands(TyperGroup):
         self.commands: dict[str, Any] = dict.fromkeys(COMMANDS)  # `get_command` fills in the values
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command of this name; None for an unknown name."""
         if cmd_name in COMMANDS and self.commands[cmd_name] is None:
             module = importlib.import_module(f"midus_hf.cli.{COMMANDS[cmd_name]}")
             self.commands[cmd_name] = typer.main.get_command(module.app)

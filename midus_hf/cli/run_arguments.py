@@ -1,4 +1,4 @@
-"""Recipe and flags of `midus train` and `midus sft`, read by Transformers' `HfArgumentParser` as the arguments of a run."""
+"""Recipe and flags of `midus train` and `midus sft`, read by Transformers' `HfArgumentParser`."""
 
 import argparse
 import copy
@@ -24,7 +24,6 @@ from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
 from midus_hf.sources.names import saved_config
 from midus_hf.training.keys import ENOUGH_STEPS, short_run_rates, trains_new_parts
 
-# Keys that also have a short name.
 _SHORT_NAMES = {"model": "model_name_or_path", "output": "output_dir"}
 
 # Rates of a run without a recipe.
@@ -61,7 +60,6 @@ def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
 
 
 def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of a recipe with those of flags, which replace them."""
     parser = RunParser(arguments_class)
     names = [field.name for field in dataclasses.fields(arguments_class) if field.init]
     known = [*names, *_SHORT_NAMES]
@@ -87,7 +85,6 @@ def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[
 
 
 def _not_a_key(name: str, known: Iterable[str]) -> str:
-    """Return a sentence about an unknown key, with the nearest that is known; short names are flags only."""
     bare = name.removeprefix("--")
     nearest = difflib.get_close_matches(bare.replace("-", "_"), known, 1)
     if bare == name:
@@ -96,7 +93,6 @@ def _not_a_key(name: str, known: Iterable[str]) -> str:
 
 
 def _short_run(arguments_class: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys for a short run, and print those that are used because the command line does not set them."""
     recorded = (record_of(saved_config(str(keys.get("model_name_or_path")))) or UpscaleRecord()).trainable
     rates = _RATES["new" if trains_new_parts(keys, recorded) else "all"]
     chosen = {**_short_run_keys(arguments_class), **rates}
@@ -110,14 +106,13 @@ def _short_run(arguments_class: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short_run_keys(arguments_class: Any) -> dict[str, Any]:
-    """Return the keys of a run without a recipe, except for its rates."""
     epochs = 3 if arguments_class.command == "sft" else None  # which the run chooses by the number of its sequences
     sizes = {arguments_class.length_key: 256, "num_train_epochs": epochs}
     return {**sizes, "per_device_train_batch_size": 4, "logging_steps": 0.05}
 
 
 class RunParser(HfArgumentParser):
-    """The `HfArgumentParser` of a command, which reads `null`, numbers, mappings and lists as a recipe has them."""
+    """`HfArgumentParser` of a command, which reads `null`, numbers, mappings and lists as in recipes."""
 
     def __init__(self, arguments_class: Any, description: str | None = None, epilog: str | None = None):
         self._hints = typing.get_type_hints(arguments_class)

@@ -25,7 +25,6 @@ from midus_hf.files.outputs import as_disk_error
 # For a command that passes its flags on to the parser of its keys.
 WITH_FLAGS: dict[str, Any] = {"add_help_option": False, "context_settings": {"ignore_unknown_options": True}}
 HELP = {"-h", "--help"}
-# The event of a failure of the first process of this machine.
 _FAILURE_HERE = f"failure on machine {os.environ.get('GROUP_RANK', 0)}"
 
 app = command_line()
@@ -62,7 +61,7 @@ def midus_train(
 
 
 def asks_for_all_keys(words: Sequence[str]) -> bool:
-    """Return whether --help=all is given; print a note, since importing the Trainer's keys takes seconds."""
+    """Return whether --help=all is given; print a note, as importing the Trainer's keys takes seconds."""
     asks = "--help=all" in words
     if asks and "transformers.training_args" not in sys.modules:
         print_note("reading the Trainer's keys ...")
@@ -70,7 +69,7 @@ def asks_for_all_keys(words: Sequence[str]) -> bool:
 
 
 def print_keys(keys_class: Any, command: Any, others: str = "") -> None:
-    """Print the docstring of a command and its keys, and, if these are only ours, whose keys `others` are."""
+    """Print a command's docstring and keys, and, if these are only ours, whose keys `others` are."""
     from midus_hf.cli.run_arguments import RunParser
 
     end = (
@@ -135,7 +134,7 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
 
 
 def _ending(status: int, line: str) -> CommandExit:
-    """Return the ending of a process, which says why if no process of its machine has failed before."""
+    """Return the ending of a process, with the reason unless a process of its machine failed before."""
     is_first_to("failure")
     return CommandExit(status, line if is_first_to(_FAILURE_HERE) else None, from_any_process=True)
 

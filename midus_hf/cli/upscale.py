@@ -139,7 +139,6 @@ def run(
 
 
 def _take_corpus(arguments: dict[str, Any], corpus: str, settings: Sequence[str]) -> None:
-    """Set a method's option `corpus`, or refuse if the method has none, or the option is given twice."""
     from upscalers.methods.contract import METHODS, get_method
 
     if any(setting.partition("=")[0] == "corpus" for setting in settings):

@@ -1,4 +1,4 @@
-"""Findings of a comparison: what each variant learned and forgot at its chosen rate, by seed; cautions and advice."""
+"""Findings of a comparison: what each variant learned and forgot at its rate, by seed; and advice."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from midus_hf.compare.plan import SHUFFLED, Comparison, Rate, rate_name
 from midus_hf.compare.run import Result
 
-# Student's t at 0.975 for 1 to 10 degrees of freedom; the last is used for more, which makes intervals wider.
+# Student's t at 0.975 for 1 to 10 degrees of freedom; more take the last, which makes intervals wider.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 # Numbers of parameters are equal if they differ at most by this share.
 _EQUAL_SHARE = 0.1
@@ -16,7 +16,7 @@ _EQUAL_SHARE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation of the numbers of several seeds; a single number has no deviation."""
+    """Mean and sample standard deviation over seeds; a single number has no deviation."""
 
     mean: float
     deviation: float | None
@@ -24,7 +24,7 @@ class Spread:
 
     @property
     def half_interval(self) -> float | None:
-        """Half the width of the 95 % confidence interval of the mean, by Student's t; None for a single number."""
+        """Half the width of the mean's 95 % confidence interval (Student's t); None for a single number."""
         if self.deviation is None:
             return None
         return _STUDENT[min(self.count - 1, len(_STUDENT)) - 1] * self.deviation / math.sqrt(self.count)
@@ -43,7 +43,7 @@ def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | 
 
 
 def verdict(advantage: Spread) -> str:
-    """Return in words whether a variant beats a null control: whether the 95 % interval of its advantage in loss is above 0."""
+    """Return in words whether a variant beats a null control: its 95 % interval of advantage is above 0."""
     if advantage.mean <= 0:
         return "does not beat it"
     if advantage.half_interval is None:
@@ -52,15 +52,12 @@ def verdict(advantage: Spread) -> str:
 
 
 def mean_loss(losses: Mapping[str, float], texts: Sequence[str]) -> float:
-    """Return the mean loss of some texts, in nats per token; each text has the same weight."""
+    """Return the mean loss of some texts, in nats per token, unweighted."""
     return statistics.fmean(losses[name] for name in texts)
 
 
 def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate | None:
-    """Return the rate with the lowest final mean loss on the validation texts, from one result per rate; None without results.
-
-    The first of equal ones counts. A single rate needs no validation texts.
-    """
+    """Return the rate with the lowest final validation loss, the first of equals; None without results."""
     if len(searches) < 2:
         return searches[0].rate if searches else None
     return min(searches, key=lambda one: mean_loss(one.losses, validation)).rate
@@ -70,9 +67,9 @@ def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate |
 class VariantFindings:
     """Findings about one variant, at the rate that the validation texts chose, in nats per token.
 
-    `results` are its results at this rate, one per seed, `controls` those of its null controls. `advantages` are differences of
-    final domain loss to each null control over the seeds that both have; for `shuffled-addresses`, by how much it rises when values
-    are permuted. Learned is the decrease of the mean loss of the domain, forgotten the increase on `retention`; None without texts.
+    `results` has one result per seed, `controls` those of null controls. `advantages` are differences of final domain loss to each
+    null control over shared seeds; for `shuffled-addresses`, the rise when values are permuted. Learned is the decrease of the
+    domain's mean loss, forgotten the increase on `retention`; None without texts.
     """
 
     name: str
@@ -96,8 +93,8 @@ class VariantFindings:
 class Findings:
     """Findings of a comparison, from which reports are written.
 
-    `variants` are sorted by their loss of the domain, without domain texts in the order of the comparison; those without a chosen
-    rate are left out. `failures` has reasons by run, and `missing` is the number of runs that are not done, null controls included.
+    `variants` with a chosen rate are sorted by domain loss, or without domain texts as in the comparison. `failures` has reasons by
+    run; `missing` counts runs that are not done, including null controls.
     """
 
     comparison: Comparison
@@ -108,16 +105,16 @@ class Findings:
 
     @property
     def reference(self) -> VariantFindings | None:
-        """The variant that others are subtracted from, the one that learned most; None without domain texts or results."""
+        """The variant that learned most, subtracted from others; None without domain texts or results."""
         learned = {one: one.learned.mean for one in self.variants if one.learned is not None}
         return max(learned, key=lambda one: learned[one], default=None)
 
 
 def loss_decreases(result: Result, base: Result, texts: Sequence[str]) -> list[float]:
-    """Return the decrease of the mean loss of some texts at each point of a run's curve, in nats per token.
+    """Return the decrease of the mean loss of some texts at each point of a run's curve, nats per token.
 
-    It is relative to the run's start, or to the base if the upscaled model was not verified to compute the same as the base:
-    regaining what upscaling lost is not learning.
+    It is relative to the run's start, or to the base if the upscaled model was not verified to compute the same: regaining what
+    upscaling lost is not learning.
     """
     origin = base.losses if result.starts_elsewhere else result.start.losses
     return [mean_loss(origin, texts) - mean_loss(point.losses, texts) for point in result.curve]
@@ -126,7 +123,7 @@ def loss_decreases(result: Result, base: Result, texts: Sequence[str]) -> list[f
 def findings(
     comparison: Comparison, base: Result, results: Sequence[Result], failures: Mapping[str, str], missing: int = 0
 ) -> Findings:
-    """Return the findings of a comparison from its results; those of null controls count only at the chosen rate of their variant."""
+    """Return the findings from results; those of null controls count only at their variant's chosen rate."""
     variants = [_find_variant(name, comparison, base, results) for name in comparison.variants]
     able = [variant for variant in variants if variant is not None]
     able.sort(key=lambda variant: 0.0 if variant.domain_loss is None else variant.domain_loss.mean)
@@ -136,7 +133,6 @@ def findings(
 def _find_variant(
     name: str, comparison: Comparison, base: Result, results: Sequence[Result]
 ) -> VariantFindings | None:
-    """Return the findings about a variant; None if it has no result with the first seed."""
     domain, retention = list(comparison.domain), list(comparison.retention)
     own = [result for result in results if result.variant == name]
     chosen = chosen_rate([one for one in own if one.seed == comparison.seeds[0]], list(comparison.validation))
@@ -160,7 +156,7 @@ def _find_variant(
 
 
 def differences(findings: Findings) -> dict[str, tuple[Spread, Spread | None]]:
-    """Return how much more each variant learned and forgot than the reference, over the seeds that both have."""
+    """Return how much more each variant learned and forgot than the reference, over shared seeds."""
     best = findings.reference
     return {
         one.name: (learned, paired(best.forgotten_by_seed, one.forgotten_by_seed))
@@ -183,7 +179,6 @@ def cautions(findings: Findings) -> list[str]:
 
 
 def _is_at_end(findings: Findings, variant: VariantFindings) -> bool:
-    """Return whether the chosen rate has the highest or the lowest value of a key that was searched."""
     rates = findings.comparison.rates_of(variant.name)
     (chosen,) = (rate for rate in rates if rate_name(rate) == variant.rate)
     searched = {key: {rate[key] for rate in rates if key in rate} for key in chosen}
@@ -191,7 +186,7 @@ def _is_at_end(findings: Findings, variant: VariantFindings) -> bool:
 
 
 def advice(findings: Findings) -> list[str]:
-    """Return three sentences: what to take at equal parameters, what forgets least, and what was too few to tell."""
+    """Return three sentences: the best at equal parameters, what forgets least, and what was too close."""
     learned = {one: one.learned.mean for one in findings.variants if one.is_causal and one.learned is not None}
     able = [one for one, mean in learned.items() if mean > 0]
     sizes = {one: one.results[0].trained_parameters for one in able}
@@ -222,7 +217,7 @@ def advice(findings: Findings) -> list[str]:
 
 
 def _unclear(claim: str, best: VariantFindings, values: Mapping[VariantFindings, Mapping[int, float]]) -> list[str]:
-    """Return a claim with the variants of which it is not shown: their 95 % interval above the best is not above 0."""
+    """Return a claim and the variants without proof: their 95 % interval above the best includes 0."""
     leads = {one.name: paired(values[best], by_seed) for one, by_seed in values.items() if one is not best}
     names = [name for name, lead in leads.items() if lead is None or verdict(lead) != "beats it"]
     return [f"{claim} {', '.join(names)}"] if names else []

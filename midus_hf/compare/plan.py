@@ -1,4 +1,4 @@
-"""Options of a comparison and their plan: variants with files read, sizes, rates and null controls; without torch."""
+"""Options of a comparison and their plan: variants, sizes, rates and null controls; without torch."""
 
 import copy
 import dataclasses
@@ -30,11 +30,11 @@ Rate = Mapping[str, float]
 
 BASE = "base"  # name of the run that measures the base
 TEXT_KINDS = ("domain", "retention", "validation")  # keys of mappings of measured texts
-# The null control that is not trained: it is measured on the trained model of the variant itself.
+# Not trained: it is measured on the variant's trained model.
 SHUFFLED = "shuffled-addresses"
-# Names of variants become names of folders, null controls are named VARIANT+CONTROL, and names of texts are parts of keys in logs.
+# Names of variants become folders, null controls are VARIANT+CONTROL, and names of texts are parts of keys in logs.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# Keys of `midus train` and of `upscale` that the comparison sets itself: they are dropped from recipes, and refused in mappings.
+# Keys of `midus train` and of `upscale` that the comparison sets: dropped from recipes, refused in mappings.
 _OWN_TRAINING_KEYS = ("model_name_or_path", "output_dir", "seed", "eval_text", "resume_from_checkpoint")
 _OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
 _UPSCALING_KEYS = ("method", "num_new_layers", "placement", "options", "dtype", "max_shard_size", "verify")
@@ -43,7 +43,7 @@ _VALUE_RATES = ("value_learning_rate", "key_value_learning_rate")  # keys of `mi
 
 
 def rate_name(rate: Rate) -> str:
-    """Return the folder name of a rate, without `learning_rate` in its keys: `0.001`, or `0.001,value=0.01`; `recipe` if empty."""
+    """Return a rate's folder name, without `learning_rate`: `0.001`, `0.001,value=0.01`, or `recipe`."""
     named = [(key.removesuffix("learning_rate").rstrip("_"), value) for key, value in rate.items()]
     return ",".join(f"{name}={value:g}" if name else f"{value:g}" for name, value in named) or "recipe"
 
@@ -91,7 +91,7 @@ class VariantOptions:
 
 @dataclasses.dataclass(kw_only=True)
 class Comparison:
-    """Options of a comparison: variants that are trained on the same text from the same base, and evaluated in the same way.
+    """Options of a comparison: variants trained on the same text from the same base, and evaluated alike.
 
     Args:
         base: Folder or Hub id of the base.
@@ -102,14 +102,11 @@ class Comparison:
         retention: Paths of texts outside the domain, by name; forgetting is measured on them. Default: none.
         validation: Paths of other texts like the corpus, by name; only these choose the rates. Default: none, for one rate.
         tasks: Options of `TaskOptions`. Default: none.
-        rates: Learning rates, each for the first seed; the best one on `validation` gets the other seeds. A number is the
-            rate of new parameters; values of an added memory learn ten times as fast unless `train` has their rate. A mapping from
-            rate keys of `midus train` to numbers sets only those keys. Default: the rates in `train`.
+        rates: Learning rates, each for the first seed; the best one on `validation` gets the other seeds. A number is the rate of new
+            parameters; values of an added memory learn ten times as fast unless `train` has their rate. A mapping from rate keys of
+            `midus train` to numbers sets only those keys. Default: the rates in `train`.
         seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
         controls: Whether the null controls of a variant's memory are trained as well, at its chosen rate. Default: true.
-
-    Raises:
-        RequestError: If a value lies outside its range or contradicts another.
     """
 
     base: str
@@ -160,21 +157,19 @@ class Comparison:
 
     @property
     def texts(self) -> dict[str, str]:
-        """Paths of all measured texts by name: `domain`, then `retention`, then `validation`."""
         return {**self.domain, **self.retention, **self.validation}
 
     def rates_of(self, variant: str) -> list[Rate]:
-        """Return the rates of a variant as keys of `midus train`; a single empty one if `train` has the rate."""
+        """Return a variant's rates as keys of `midus train`; one empty mapping if `train` has the rate."""
         return [_as_keys(rate) for rate in self.variants[variant].rates or self.rates or [{}]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A variant of a comparison: keys of `upscale --config`, None if the base itself is trained, and keys of `midus train`.
+    """A variant: keys of `upscale --config` (None: the base itself is trained), and keys of `midus train`.
 
-    The variant named `base` is only measured. `controls` are the null controls of its memory by name, with what each changes.
-    A null control is called `VARIANT+CONTROL`; `control` and `control_of` are its two names. `trained_parameters` is None if
-    only training knows.
+    `controls` are its memory's null controls by name, with what each changes. A null control is named `VARIANT+CONTROL`
+    (`control_of`, `control`). `trained_parameters` is None if only training knows.
     """
 
     name: str
@@ -189,14 +184,13 @@ class Variant:
 
     @property
     def corpora(self) -> list[str]:
-        """Corpora that the variant trains on: paths, or ids on the Hub."""
         corpus = self.train.get("corpus") or []
         return [corpus] if isinstance(corpus, str) else list(corpus)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run of a comparison: a variant at one rate, and a seed of new parameters and of the order of texts."""
+    """A run: a variant at one rate, and a seed of new parameters and of the order of texts."""
 
     variant: Variant
     rate: Rate = dataclasses.field(default_factory=dict)
@@ -204,16 +198,16 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of the run: `VARIANT/RATE/seed-N`, or `base` for the base, which is measured and not trained."""
+        """`VARIANT/RATE/seed-N`, or `base` for the base, which is measured and not trained."""
         name = self.variant.name
         return name if name == BASE else f"{name}/{rate_name(self.rate)}/seed-{self.seed}"
 
     def folder(self, comparison: Comparison) -> Path:
-        """Return the folder of the run's models; its result and its log are `FOLDER.json` and `FOLDER.log`."""
+        """The folder of the run's models; its result and its log are `FOLDER.json` and `FOLDER.log`."""
         return Path(comparison.output_dir) / "runs" / self.name
 
     def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
-        """Return the keys of `midus train` for this run, which measure texts at the start and the end, or every `eval_steps`."""
+        """Return the keys of `midus train`, which measure texts at start and end, or every `eval_steps`."""
         keys = {
             "dataloader_drop_last": True,  # or a smaller batch at the end of a corpus would count as a step
             **self.variant.train,
@@ -247,11 +241,7 @@ def searches_of(variant: Variant, comparison: Comparison) -> list[Run]:
 
 
 def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
-    """Return a comparison with the contents of files in place of their names, and its variants, whose parameters are counted.
-
-    Raises:
-        RequestError: If a key is unknown or set by the comparison itself, a file cannot be read, or a method refuses the base.
-    """
+    """Return a comparison with contents of files, and its variants with sizes; refuse wrong keys or files."""
     shared = _read_keys("train", comparison.train, _OWN_TRAINING_KEYS)
     variants = [_plan_variant(name, comparison, shared) for name in comparison.variants]
     options = {
@@ -261,12 +251,11 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
 
 
 def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Variant:
-    """Return a variant, sized by a dry run; `shared` are the keys that all variants train with."""
     options, label = comparison.variants[name], f"variants.{name}.upscale"
     train: dict[str, Any] = {**shared, **_read_keys(f"variants.{name}.train", options.train, _OWN_TRAINING_KEYS)}
     keys, controls, new, trained = None, dict[str, dict[str, Any]](), 0, None
     if options.upscale is None:
-        # A plain base does not record which parameters to train: all are trained, unless the recipe differs or trains adapters.
+        # A plain base does not record which parameters to train: all train, unless the recipe differs or trains adapters.
         train = train if train.get("adapters") else {"trainable": "all", **train}
         base = saved_config(comparison.base)
         types = [memory_type(entry.get("type")).type for entry in language_entry(base).get("memory") or []]
@@ -293,7 +282,7 @@ def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) 
 
 
 def _read_keys(where: str, keys: Mapping[str, Any] | str | None, reserved: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of a mapping or a recipe. Of a recipe, keys that the comparison sets are dropped; in a mapping, they raise."""
+    """Return the keys of a mapping or recipe; those that the comparison sets raise, or are dropped."""
     if isinstance(keys, str):
         with name_in_request_errors(f"{where} names a file"):
             return {key: value for key, value in read_mapping(Path(keys)).items() if key not in reserved}
@@ -304,14 +293,13 @@ def _read_keys(where: str, keys: Mapping[str, Any] | str | None, reserved: Seque
 
 
 def _have_values(types: Sequence[str]) -> bool:
-    """Return whether one of some types of memory has values, or blocks that texts fetch, which learn at the rate of values."""
+    """Return whether a type of memory has values, or fetched blocks, which learn at the rate of values."""
     known = [MEMORY_TYPES[each] for each in types if each in MEMORY_TYPES]
     has_values = any(tensor.role == "value" for each in known for _, tensor in sample_tensors(each))
     return has_values or any(issubclass(each, HierarchicalOptions) for each in known)
 
 
 def _find_controls(base: str, keys: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the null controls of the first memory that an upscaling adds, as far as training allows them."""
     method_class, placement = get_method(keys["method"]), keys.get("placement")
     method = method_class(parse_options(method_class.options_class, keys.get("options") or {}, method_class.name))
     if isinstance(placement, list):
@@ -334,7 +322,7 @@ def _find_controls(base: str, keys: Mapping[str, Any], train: Mapping[str, Any])
 
 
 def control_variants(variant: Variant, rate: Rate) -> list[Variant]:
-    """Return the variants to train as null controls of a variant, each of which differs from it by a single change."""
+    """Return the variants that are a variant's null controls; each differs by a single change."""
     controls = []
     for name, change in variant.controls.items():
         keys = copy.deepcopy(dict(variant.upscale or {}))
@@ -350,7 +338,7 @@ def control_variants(variant: Variant, rate: Rate) -> list[Variant]:
 
 
 def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check the base, keys of each run, files and columns, and that all texts are measured alike and none is trained on."""
+    """Check base, keys, files and columns, and that texts are measured alike and not trained on."""
     from midus_hf.data.corpus import read_corpus
 
     assert isinstance(comparison.train, Mapping), "files have been read"
@@ -388,7 +376,6 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
 
 
 def _overlap(first: Path, second: Path) -> bool:
-    """Return whether one of two paths is inside the other, or both are files with the same content."""
     one, other = first.resolve(), second.resolve()
     is_inside = one.is_relative_to(other) or other.is_relative_to(one)
     return is_inside or (one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False))

@@ -1,4 +1,4 @@
-"""The report of a comparison: one table, a picture, and numbers for other programs; and the table of a plan."""
+"""The report of a comparison: a table, a picture, and JSON; and the table of a plan."""
 
 import importlib.util
 import math
@@ -26,14 +26,14 @@ from midus_hf.config.options import finite_number
 from midus_hf.files.outputs import atomic_write, write_text
 from midus_hf.look.page import TextTable, as_png, new_figure
 
-# Metrics of a task in order of preference: reports show the first that the task has.
+# In order of preference: reports show a task's first.
 _METRICS = ("acc_norm", "acc", "exact_match", "word_perplexity")
 # Keys of `midus train` whose product is a run's number of sequences, with their defaults.
 _SIZES = {"max_steps": -1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
 
 
 def with_spread(numbers: Spread | None, form: str = "{:+.4f}", interval: bool = False) -> str:
-    """Return a mean as text, followed by ± and the standard deviation over several seeds, or half of the mean's 95 % interval."""
+    """Return a mean as text, with ± the standard deviation over seeds, or half of the 95 % interval."""
     if numbers is None:
         return ""
     width = numbers.half_interval if interval else numbers.deviation
@@ -42,7 +42,7 @@ def with_spread(numbers: Spread | None, form: str = "{:+.4f}", interval: bool = 
 
 
 def variants_table(findings: Findings) -> TextTable:
-    """Return the table: the base, then variants by increasing domain loss at their rates, each followed by its null controls."""
+    """Return the table: the base, then variants by domain loss at their rates, with their null controls."""
     comparison = findings.comparison
     rows = [{"variant": "base", **_task_cells(comparison, [findings.base])}]
     for one in findings.variants:
@@ -70,7 +70,6 @@ def variants_table(findings: Findings) -> TextTable:
 
 
 def _task_cells(comparison: Comparison, results: Sequence[Result]) -> dict[str, str]:
-    """Return the cells of tasks, from one result per seed; a task that a seed lacks has an empty cell."""
     cells = {}
     for task in [] if comparison.tasks is None else comparison.tasks.names:
         known = [metric for one in results if (metric := metric_of(one.tasks.get(task, {}))) is not None]
@@ -79,17 +78,14 @@ def _task_cells(comparison: Comparison, results: Sequence[Result]) -> dict[str, 
 
 
 def metric_of(metrics: Mapping[str, float]) -> float | None:
-    """Return the metric of a task that reports show, the first of `_METRICS` that it has; None if it has none."""
+    """Return the metric of a task that reports show, the first of `_METRICS`; None if it has none."""
     # If a metric has several filters, the first counts.
     by_metric = {name.partition(",")[0]: value for name, value in reversed(list(metrics.items()))}
     return next((by_metric[name] for name in _METRICS if name in by_metric), None)
 
 
 def draw(findings: Findings) -> bytes:
-    """Draw learning against forgetting, a path of mean losses per variant with deviations at its end, as PNG.
-
-    For variants that do not start at the base, only the end is drawn.
-    """
+    """Draw learning against forgetting as PNG, a path of means per variant, or only its end."""
     comparison, figure = findings.comparison, new_figure(9.0, 5.5)
     axes = figure.subplots()
     for number, one in enumerate(findings.variants):
@@ -112,7 +108,7 @@ def draw(findings: Findings) -> bytes:
 
 
 def plan_records(comparison: Comparison, variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Return a record per variant: its size, its runs and those of its null controls, the tokens of all, and how many are done."""
+    """Return a record per variant: size, its runs and its null controls', all tokens, and runs done."""
     records = []
     for variant in variants:
         own, controls = count_runs(variant, comparison)
@@ -138,7 +134,7 @@ def plan_records(comparison: Comparison, variants: Sequence[Variant]) -> list[di
 
 
 def plan_table(records: Sequence[Mapping[str, Any]]) -> TextTable:
-    """Return the plan of a comparison as a table, a row per record; numbers that only training knows are empty."""
+    """Return the plan as a table, a row per record; numbers that only training knows are empty."""
     rows = []
     for one in records:
         row = {**one, "rates": ", ".join(one["rates"]), "done": f"{one['done']} of {one['runs']}"}
@@ -148,7 +144,7 @@ def plan_table(records: Sequence[Mapping[str, Any]]) -> TextTable:
 
 
 def as_json(findings: Findings, report: Path) -> dict[str, Any]:
-    """Return the findings as a JSON object, for other programs, with all results of variants and their null controls."""
+    """Return the findings as a JSON object, with all results of variants and their null controls."""
     return {
         **asdict(findings),
         "base_losses": findings.base.losses,

@@ -1,4 +1,4 @@
-"""One run of a comparison: its process, `python -m midus_hf.compare.run`, its result as a file, and digests of what it reads."""
+"""One run of a comparison, `python -m midus_hf.compare.run`: its result, and digests of what it reads."""
 
 import contextlib
 import dataclasses
@@ -28,9 +28,9 @@ from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.checkpoint_edit import shuffle
 from upscalers.runs.upscale import upscale
 
-# Keys of `midus train` that are refused for a model without trained memories, and do not change its loss.
+# Refused for a model without trained memories; they do not change its loss.
 _MEMORY_KEYS = ("adapters", "base_kl", "frozen", "protect", "sparse_values")
-# Keys that the base refuses, since it reads no paths: its texts are concatenated, while a run with paths packs each leaf separately.
+# The base reads no paths and refuses them; its texts are concatenated, while a run with paths packs each leaf separately.
 _PATH_KEYS = ("path_column", "tree")
 
 
@@ -44,16 +44,16 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Result of a run, or of the base, whose curve is a single point; losses are of packed sequences, in the precision of training.
+    """Result of a run, or of the base, whose curve is a point; losses are of packed sequences.
 
     Args:
         tasks: Metrics of the trained model by task and name.
         shuffled: Losses after the rows of the trained model's value tables were permuted; `saved`: those before.
         control: Name of a null control; `control_of`: its variant.
-        starts_at_base: Whether the upscaled model was verified to compute the same as the base, bit for bit; None if nothing was.
+        starts_at_base: Whether the upscaled model was verified to compute the same as the base; None if nothing was.
         is_causal: Whether every token is computed without later tokens.
         tokens: Number of tokens that it trained on, in `seconds`.
-        peak_memory_bytes: What PyTorch allocated on a GPU, else the resident memory of the process, up to the end of training.
+        peak_memory_bytes: What PyTorch allocated on a GPU, else the process's resident memory, until the end of training.
         request: All keys that the result depends on.
         origin: Digests of `data` and `base`, and the version and commit of the `code`.
     """
@@ -79,22 +79,19 @@ class Result:
 
     @property
     def starts_elsewhere(self) -> bool:
-        """True if the run upscaled, and the upscaled model was not verified to start at the base."""
         return self.request.get("upscale") is not None and not self.starts_at_base
 
     @property
     def start(self) -> Point:
-        """Losses of the model that training began with."""
         return self.curve[0]
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """Losses of the trained model; empty if the comparison has no texts."""
         return self.curve[-1].losses if self.curve else {}
 
 
 def read_result(folder: Path) -> Result | None:
-    """Return the result of the run with a folder, `FOLDER.json`; None if there is no result yet."""
+    """Return the result of the run with a folder, `FOLDER.json`; None if there is none."""
     path = folder.with_name(f"{folder.name}.json")
     if not path.is_file():
         return None
@@ -111,7 +108,7 @@ def write_result(folder: Path, result: Result) -> None:
 
 
 def window_keys(train: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a run with these keys of `midus train` reads texts: tokens per window, and the columns of text and path."""
+    """Return how a run with these training keys reads texts: tokens per window, and text and path columns."""
     length = finite_number(train.get("sequence_length", TrainArguments.sequence_length))
     return {
         "sequence_length": TrainArguments.sequence_length if length is None else int(length),
@@ -121,7 +118,7 @@ def window_keys(train: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def request_of(run: Run, comparison: Comparison) -> dict[str, Any]:
-    """Return everything that the result of a run depends on, as JSON holds it and `for_record` shows it."""
+    """Return everything that a run's result depends on, as JSON and `for_record` show it."""
     values = {
         "base": comparison.base,
         "upscale": run.variant.upscale,
@@ -134,10 +131,9 @@ def request_of(run: Run, comparison: Comparison) -> dict[str, Any]:
 
 
 def input_hasher(comparison: Comparison) -> Callable[[Variant], dict[str, str]]:
-    """Return a function from a variant of a planned comparison to its digests `data` and `base`, 64 hexadecimal digits each.
+    """Return a function from a variant of a plan to its digests `data` and `base`, 64 hex digits each.
 
-    `data` covers the variant's corpus, all measured texts and questions of tasks. Of datasets on the Hub, only the name counts.
-    Each file is read once.
+    `data` covers the corpus, all measured texts and tasks' questions; of datasets on the Hub, only the name. Each file is read once.
     """
     read_text, read_base = functools.cache(hash_text), functools.cache(hash_base)
     questions = [comparison.tasks.data] if comparison.tasks is not None and comparison.tasks.data else []
@@ -150,7 +146,7 @@ def input_hasher(comparison: Comparison) -> Callable[[Variant], dict[str, str]]:
 
 
 def hash_text(path: str) -> str:
-    """Return the SHA-256 of a file, or of a folder's files in sorted order; of a name that is not a path, that of the name."""
+    """Return the SHA-256 of a file, of a folder's sorted files, or of a name that is not a path."""
     folder = Path(path).expanduser()
     if not folder.exists():
         return hashlib.sha256(path.encode()).hexdigest()
@@ -158,7 +154,7 @@ def hash_text(path: str) -> str:
 
 
 def hash_base(base: str) -> str:
-    """Return the SHA-256 of a base's weights, config and tokenizer, which are fetched if the base is on the Hub."""
+    """Return the SHA-256 of a base's weights, config and tokenizer, fetched if it is on the Hub."""
     with resolve_source(base) as source:
         files = source.folder.iterdir()
         read = [each for each in files if each.suffix == ".safetensors" or is_of(each.name, TOKENIZER)]
@@ -166,7 +162,6 @@ def hash_base(base: str) -> str:
 
 
 def _hash_files(root: Path, files: Iterable[Path]) -> str:
-    """Return the SHA-256 of files and their names below a root, in sorted order. Anything else than files is left out."""
     digest = hashlib.sha256()
     for file in sorted(file for file in files if file.is_file()):
         name = file.relative_to(root).as_posix() if file != root else ""
@@ -177,7 +172,7 @@ def _hash_files(root: Path, files: Iterable[Path]) -> str:
 
 
 def code_version() -> str:
-    """Return the version of the package and, in a clone, the commit, which ends in `-dirty` if a file was changed."""
+    """Return the version and, in a clone, the commit, with `-dirty` if a file was changed."""
     root, described = Path(__file__).parents[2], ""
     if (root / ".git").exists():
         words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -187,7 +182,7 @@ def code_version() -> str:
 
 
 def main(text: str) -> None:
-    """Do the run that the process is given as text, write its result next to its folder, and remove the folder with its models."""
+    """Do the run given as text, write its result next to its folder, and remove the folder."""
     values = json.loads(text)
     run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
     comparison = from_mapping(Comparison, values["comparison"])
@@ -197,9 +192,9 @@ def main(text: str) -> None:
 
 
 def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Result:
-    """Do a run with its digests of `input_hasher`, and return its result; its models stay in its folder."""
+    """Do a run with its digests of `input_hasher`; return its result, leaving models in its folder."""
     shutil.rmtree(run.folder(comparison), ignore_errors=True)  # an interrupted run left it
-    # Read now: files that change while the run works do not belong to its result.
+    # Read now: files that change during the run do not belong to its result.
     request, origin = request_of(run, comparison), {**inputs, "code": code_version()}
     run.folder(comparison).mkdir(parents=True)
     if run.variant.name == BASE:
@@ -213,7 +208,6 @@ def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Resu
 
 
 def _train(run: Run, comparison: Comparison) -> Result:
-    """Upscale and train the model of a run, and return the measurements during training and of the saved model."""
     from midus_hf.training.run import run_training
 
     folder, variant, model, made = run.folder(comparison), run.variant, comparison.base, dict[str, Any]()
@@ -255,7 +249,7 @@ def _train(run: Run, comparison: Comparison) -> Result:
 
 
 def curve_of(log: Iterable[Mapping[str, Any]], texts: Iterable[str]) -> list[Point]:
-    """Return the losses of texts by name in the log of a Trainer, which logs each text by itself."""
+    """Return the losses of texts by name in a Trainer's log."""
     curve: dict[int, dict[str, float]] = {}
     for event in log:
         losses = {name: event[f"eval_{name}_loss"] for name in texts if f"eval_{name}_loss" in event}
@@ -265,7 +259,6 @@ def curve_of(log: Iterable[Mapping[str, Any]], texts: Iterable[str]) -> list[Poi
 
 
 def _measure_texts(model: str, run: Run, comparison: Comparison) -> dict[str, float]:
-    """Return the loss of each text in nats per token, as measured during training, for a model that is not trained."""
     from accelerate.utils.memory import clear_device_cache
 
     from midus_hf.training.run import measure_texts
@@ -280,7 +273,6 @@ def _measure_texts(model: str, run: Run, comparison: Comparison) -> dict[str, fl
 
 
 def _measure_tasks(model: str, comparison: Comparison) -> Mapping[str, Mapping[str, float]]:
-    """Return the metrics of a model by task; empty if the comparison has no tasks."""
     from accelerate.utils.memory import clear_device_cache
 
     from midus_hf.evaluation.evaluate import EvaluationSettings, evaluate

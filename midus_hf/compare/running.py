@@ -1,7 +1,4 @@
-"""All runs of a comparison, one after another, each in its own process.
-
-A run is locked while a process does it, so that the same command, started again elsewhere, takes the runs that no other has taken.
-"""
+"""All runs of a comparison, each in its own process, and locked: other commands take other runs."""
 
 import dataclasses
 import fcntl
@@ -25,9 +22,9 @@ Digests = Callable[[Variant], Mapping[str, str]]
 def run_all(comparison: Comparison, variants: Sequence[Variant]) -> dict[str, str]:
     """Do all runs that have no result yet, and return the reasons of failures, by name.
 
-    The base comes first. Then every variant is trained at each of its rates with the first seed, then at the chosen rate with
-    the second seed, the third, and so on. Null controls come last, each at the rate of its variant. Runs of other processes are
-    waited for. Raises a RequestError if the folder has a result of another request.
+    The base comes first; then every variant at each rate with the first seed; then the other seeds, in turn, at the chosen rates;
+    then null controls, each at its variant's rate. Runs of other processes are waited for. Raises a RequestError if the folder has a
+    result of another request.
     """
     digests_for, failures, is_waiting = input_hasher(comparison), dict[str, str](), False
     while pending := _pending_runs(comparison, variants, digests_for, failures):
@@ -43,7 +40,7 @@ def run_all(comparison: Comparison, variants: Sequence[Variant]) -> dict[str, st
 def _pending_runs(
     comparison: Comparison, variants: Sequence[Variant], digests_for: Digests, failures: Mapping[str, str]
 ) -> list[Run]:
-    """Return the runs that can be done now: the base, else searches of rates, else the runs that follow from these."""
+    """Return the runs possible now: the base, else searches of rates, else the runs that follow."""
     check_finished(comparison, variants, digests_for)
     searches, repeats, controls = runs_of(variants, comparison)
     for runs in ([base_run(comparison)], searches, [*repeats, *controls]):
@@ -54,10 +51,7 @@ def _pending_runs(
 
 
 def _start(run: Run, comparison: Comparison, digests_for: Digests, failures: dict[str, str]) -> bool:
-    """Do a run in a process of its own, print how it ended, and add the reason if it failed; return False if another does it.
-
-    The process writes to the log of the run, which both processes lock.
-    """
+    """Do a run in its own process, print how it ended, add a failure's reason; False if another has it."""
     folder, began, outcome = run.folder(comparison), time.monotonic(), "done"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.log").open("a+", encoding="utf-8", errors="replace") as log:
@@ -84,7 +78,7 @@ def _start(run: Run, comparison: Comparison, digests_for: Digests, failures: dic
 
 
 def runs_of(variants: Sequence[Variant], comparison: Comparison) -> tuple[list[Run], list[Run], list[Run]]:
-    """Return the searches of rates, and the runs that follow from finished ones: other seeds and null controls at chosen rates."""
+    """Return the searches of rates, and the runs that follow finished ones: other seeds and null controls."""
     searches, repeats, controls = list[Run](), list[Run](), list[Run]()
     for variant in variants:
         rate_runs = searches_of(variant, comparison)
@@ -104,7 +98,7 @@ def count_runs(variant: Variant, comparison: Comparison) -> tuple[int, int]:
 
 
 def collect(comparison: Comparison, variants: Sequence[Variant]) -> tuple[Result | None, list[Result], int]:
-    """Return the result of the base, if there is one, those of all other runs, and the number of runs to do."""
+    """Return the base's result, if any, those of all other runs, and the number of runs to do."""
     results = _results([run for runs in runs_of(variants, comparison) for run in runs], comparison)
     planned = sum(sum(count_runs(variant, comparison)) for variant in variants)
     return read_result(base_run(comparison).folder(comparison)), results, planned - len(results)
@@ -115,7 +109,7 @@ def _results(runs: Sequence[Run], comparison: Comparison) -> list[Result]:
 
 
 def check_finished(comparison: Comparison, variants: Sequence[Variant], digests_for: Digests | None) -> None:
-    """Raise a RequestError if a result is of another request or, with `digests_for`, of other texts or another base."""
+    """Refuse results of another request or, with `digests_for`, of other texts or another base."""
     for run in [base_run(comparison), *(run for runs in runs_of(variants, comparison) for run in runs)]:
         if (result := read_result(run.folder(comparison))) is None:
             continue

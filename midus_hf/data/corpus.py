@@ -1,4 +1,4 @@
-"""Texts and rows from files, folders and the Hub, as a `datasets.Dataset` or a stream; and paths in rows."""
+"""Texts and rows from files, folders and the Hub, as a `datasets.Dataset` or a stream; paths in rows."""
 
 import contextlib
 import csv
@@ -22,7 +22,7 @@ from midus_hf.sources.progress import limit_bars
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-# Kinds of files by file extension; the name of a kind is that of its reader, which is `csv` for `tsv`.
+# Kinds by file extension: names of readers.
 KINDS = {
     **dict.fromkeys((".txt", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
@@ -30,10 +30,9 @@ KINDS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-# Endings of files of rows.
 ROW_SUFFIXES = tuple(ending for ending, kind in KINDS.items() if kind != "text")
 _COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
-# Options of the readers of `datasets` by kind. Quotes in a TSV file are text.
+# By kind. Quotes in a TSV file are text.
 _READER_OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"sample_by": "document", "encoding": "utf-8-sig"},
     "tsv": {"sep": "\t", "quoting": csv.QUOTE_NONE},
@@ -56,10 +55,10 @@ def read_corpus(
 ) -> "Dataset":
     """Return the texts of a corpus, one per row, with the other columns that the corpus has.
 
-    A text file is one text; if a single folder is read without a split, its name relative to the folder is in the column `file`.
-    JSON (a list, or an object per line), CSV, TSV and Parquet have a text per row. Values of JSON keep their types, columns of tables
-    are text. All but Parquet may be compressed. In a folder, only files of one kind are read, rows in preference to text, by the
-    splits that `datasets` finds in their names or the folder's card. Files that are not read and blank texts are noted.
+    A text file is one text; if a single folder is read without a split, its name relative to the folder is in the column `file`. JSON
+    (a list, or an object per line), CSV, TSV and Parquet have a text per row. JSON values keep their types, table columns are text.
+    All but Parquet may be compressed. In a folder, only files of one kind are read, rows in preference to text, by the splits that
+    `datasets` finds in their names or the folder's card. Files that are not read and blank texts are noted.
 
     Args:
         corpus: A file, a folder, or the id of a dataset on the Hub, or several of these.
@@ -69,8 +68,7 @@ def read_corpus(
         text_column: Column that holds the text.
 
     Raises:
-        RequestError: If the corpus does not exist, cannot be read, has no text, or lacks the column or the split; or if `datasets`
-            is not installed.
+        RequestError: If the corpus does not exist, cannot be read, or lacks text, column or split; or without `datasets`.
     """
     rows = read_rows(key, corpus, split=split, name=name, text_column=text_column)
     columns, label = rows.column_names, _label(key, corpus)
@@ -112,7 +110,7 @@ def read_rows(
     text_column: str | None = None,
     columns: Sequence[str] | None = None,
 ) -> Any:
-    """Return the rows of files, folders and datasets of the Hub as `read_corpus` reads and refuses them, with any columns.
+    """Return rows of files, folders and Hub datasets as `read_corpus` reads and refuses them, any columns.
 
     Args:
         text_column: Column that gets the text of text files. Default: None, text files have no rows and are not read.
@@ -150,8 +148,8 @@ def stream_rows(
 ) -> "IterableDataset":
     """Return the rows that `read_rows` reads as a stream; `stream_files` identifies its files.
 
-    Of the columns, that of the text first, those that rows have are read. The file of each row is under `STREAMED_FILE_COLUMN`,
-    unless it is a row of a saved dataset. Slices of splits are refused, and what is in files when it is read.
+    Columns, text first, are read where rows have them. The file of each row is under `STREAMED_FILE_COLUMN`, except for rows of a
+    saved dataset. Slices of splits are refused, and file contents when they are read.
     """
     if split is not None and "[" in split:
         raise RequestError(
@@ -161,14 +159,14 @@ def stream_rows(
 
 
 class DocumentPaths(NamedTuple):
-    """Paths of texts, `[texts, p]`, int64, with -1 for the generic memory; and the fingerprint of their tree, if the rows have it."""
+    """Paths of texts, `[texts, p]`, int64, -1 for the generic memory; and their tree's fingerprint."""
 
     paths: np.ndarray
     tree: str | None
 
 
 def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> DocumentPaths:
-    """Read the paths of texts, all of one length and one tree, from a column of their rows, which messages call `label`."""
+    """Read the paths of texts, of one length and tree, from a column that messages call `label`."""
     if path_column not in rows.column_names:
         raise RequestError(
             f"{label} has no column {path_column!r}, only {', '.join(rows.column_names)}; set path_column to the column with the "
@@ -205,14 +203,12 @@ def _label(key: str, sources: str | Sequence[str]) -> str:
 
 
 def _cause(error: BaseException) -> tuple[BaseException, str]:
-    """Return the first cause of an error, and its first line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error, first_line(error).removesuffix(".")
 
 
 def _kind_of(path: Path) -> str | None:
-    """Return the kind of a file by its name; None if no kind has this name."""
     *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
     kind = KINDS.get(before if last in _COMPRESSED_SUFFIXES else last)
     return None if kind == "parquet" and last in _COMPRESSED_SUFFIXES else kind
@@ -227,7 +223,6 @@ def _read_source(
     columns: Sequence[str] | None,
     names_files: bool,
 ) -> Any:
-    """Return the rows of one file, folder or dataset of the Hub, or with `columns` a stream; arguments are as in `read_rows`."""
     import datasets
 
     path, subject = Path(source).expanduser(), f"{key} is {source!r}"
@@ -279,7 +274,6 @@ def _read_source(
 
 
 def _rows_of(builder: Any, key: str, split: str | None, columns: Sequence[str] | None) -> Any:
-    """Return the rows of a prepared builder, or with `columns` a stream."""
     import datasets
 
     from midus_hf.data.readers import JsonReader, ParquetReader
@@ -300,7 +294,6 @@ def _rows_of(builder: Any, key: str, split: str | None, columns: Sequence[str] |
 
 
 def _with_file_names(key: str, generate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Return the tables of a builder for streams, which read a file at a time, with its name in a column and in errors."""
     import pyarrow
 
     def generate_tables(**shard: Any) -> Iterator[Any]:
@@ -316,7 +309,7 @@ def _with_file_names(key: str, generate: Callable[..., Iterator[Any]]) -> Callab
 
 
 def _description(files: Sequence[str | Path]) -> str:
-    """Return what `stream_files` reads: name, size, and state on disk of files, or addresses with commits."""
+    """Return what `stream_files` reads: names, sizes and states of files, or addresses with commits."""
     described: list[Any] = []
     for file in files:
         if isinstance(file, Path):
@@ -329,7 +322,7 @@ def _description(files: Sequence[str | Path]) -> str:
 
 
 def stream_files(rows: "IterableDataset") -> tuple[str, str]:
-    """Return an identity of files by names and sizes, or addresses with commits, and another that changes with any write or move."""
+    """Return an identity of files by names and sizes, or addresses; and one that any write changes."""
     sources = [json.loads(source) for source in rows.info.description.split("\n\n") if source]
     names = [json.dumps([file[:2] if isinstance(file, list) else file for file in source]) for source in sources]
     return "\n\n".join(dict.fromkeys(names)), json.dumps(sources)
@@ -337,7 +330,7 @@ def stream_files(rows: "IterableDataset") -> tuple[str, str]:
 
 @contextlib.contextmanager
 def convert_read_errors(beginning: str, remedy: str = "") -> Iterator[None]:
-    """Turn errors of `datasets` within the context into a one-line `RequestError` with the given beginning and end."""
+    """Turn errors of `datasets` in the context into a one-line `RequestError` with beginning and end."""
     try:
         yield
     except Exception as error:
@@ -350,7 +343,7 @@ def convert_read_errors(beginning: str, remedy: str = "") -> Iterator[None]:
 def _read_declared(
     key: str, source: str, path: Path, split: str | None, name: str | None, columns: Sequence[str] | None
 ) -> Any:
-    """Return the rows of a dataset of the Hub, or of the files that a folder's card names, and print which are not read."""
+    """Return the rows of a Hub dataset, or of files that a folder's card names; print unread ones."""
     import datasets
 
     from midus_hf.data.readers import data_files_of, with_own_reader
@@ -392,7 +385,6 @@ def _read_files(
     columns: Sequence[str] | None,
     names_files: bool,
 ) -> Any:
-    """Return the rows of a file, or of the files of one kind in a folder, and print which are not read."""
     from midus_hf.data.readers import READERS, VERSION, data_files_of
 
     kind, splits, files = _select_files(key, path, has_text=text_column is not None)
@@ -439,7 +431,7 @@ def _read_files(
 
 
 def _select_files(key: str, path: Path, *, has_text: bool) -> tuple[str, dict[str, list[Path]], list[Path]]:
-    """Return the kind of files that are read of a path, these by split, and all files there; `has_text`: whether text has rows."""
+    """Return the kind of files read, these by split, and all files; `has_text`: whether text has rows."""
     files = _files_of(key, path)
     kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files if file.is_file()}
     kinds = [kind for kind, _ in Counter(kind_of.values()).most_common() if kind is not None]
@@ -456,7 +448,7 @@ def _select_files(key: str, path: Path, *, has_text: bool) -> tuple[str, dict[st
 
 
 def _files_of(key: str, path: Path) -> list[Path]:
-    """Return a file, or the sorted files of a folder, including links to folders (which are not followed), without hidden ones."""
+    """Return a file, or a folder's sorted files without hidden ones; links to folders are not followed."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
@@ -468,7 +460,7 @@ def _files_of(key: str, path: Path) -> list[Path]:
 
 
 def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the files of a folder by the splits that `datasets` finds in names. If none is `train`, files without a split are."""
+    """Return files by the splits that `datasets` finds in names; others are `train` if no file is."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     base = str(folder.resolve())
@@ -482,7 +474,6 @@ def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[P
 
 
 def _note_unread_files(key: str, path: Path, files: Sequence[Path], read: Sequence[Path]) -> None:
-    """Print which files of a folder are not read."""
     named = {file.resolve() for file in read}
     others = [file for file in files if file.resolve() not in named]
     unread = Counter("linked folder" if file.is_dir() else "".join(file.suffixes[-2:]) or file.name for file in others)

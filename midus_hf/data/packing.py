@@ -1,10 +1,10 @@
 """Texts packed into sequences of one length, as Trainers read them.
 
-Every text is tokenised and ends in EOS, and all are concatenated and cut into sequences of `sequence_length` tokens. The
-remainder is a shorter sequence if it is more than 1 % of the tokens, else it is dropped. `datasets` caches the results.
+Every text is tokenised and ends in EOS; all are concatenated and cut into sequences of `sequence_length` tokens. A remainder of more
+than 1 % of the tokens becomes a shorter sequence, else it is dropped. `datasets` caches the results.
 
-If the tokenizer puts tokens before a text (`prefix_ids`: BOS of Llama and Gemma), every sequence begins with them. A sequence
-that begins with a text has them already; one that continues a text gets them masked from the loss, in place of as many tokens.
+If the tokenizer puts tokens before a text (`prefix_ids`: BOS of Llama and Gemma), every sequence begins with them. A sequence that
+begins with a text has them already; one that continues a text gets them masked from the loss, in place of as many tokens.
 """
 
 from bisect import bisect_right
@@ -23,18 +23,16 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-# Label of tokens that losses of transformers ignore.
 IGNORED_LABEL = -100
 
-# Change this with any change to the sequences of a text, so that cached sequences are not reused.
+# Change this with any change to sequences: cached ones are then not reused.
 _PROCEDURE = "4"
 _TEXTS_A_BATCH = 1000
-# A remainder of at most this share of the tokens is dropped.
 DROPPED_SHARE = 0.01
 
 
 class PackedTexts(NamedTuple):
-    """Sequences, the number of tokens of the texts, of dropped tokens, and whether a sequence is padded at the end."""
+    """Sequences, the numbers of tokens of texts and of dropped ones, and whether a sequence is padded."""
 
     sequences: "Dataset"
     tokens: int
@@ -42,7 +40,6 @@ class PackedTexts(NamedTuple):
     is_short: bool
 
     def phrase(self, sequence_length: int) -> str:
-        """Return a phrase about what is read of the texts, and why the rest is not."""
         sequences = format_count(len(self.sequences), "sequence")
         short = ", the last padded" if self.is_short else ""
         dropped = f"; the last {self.dropped:,} fill no sequence and are dropped" if self.dropped else ""
@@ -62,9 +59,9 @@ def packed_sequences(
 ) -> PackedTexts:
     """Return texts as rows with `input_ids` `[T]`; the last may be shorter.
 
-    With `documents_apart`, tokens attend only within their text: rows also have `position_ids` `[T]`, which restart at each
-    text, and `labels` `[T]`, in which the first token of each text is ignored. With several tokens before a text (`prefix_ids`),
-    rows have `labels` too. `key` names the texts in messages; ids are checked against `vocab_size`, if it is given.
+    With `documents_apart`, tokens attend only within their text: rows have `position_ids` `[T]`, which restart at each text, and
+    `labels` `[T]`, in which each text's first token is ignored. With several `prefix_ids`, rows have `labels` too. `key` names the
+    texts in messages; ids are checked against `vocab_size`, if it is given.
     """
     from datasets import Dataset, concatenate_datasets
 
@@ -91,7 +88,7 @@ def too_few_tokens(key: str, count: int, sequence_length: int) -> str:
 
 
 def beginning_within(sequence_length: int, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the tokens that sequences begin with, or refuse sequences without room after them, and tokenizers without EOS."""
+    """Return the tokens that sequences begin with; refuse too short sequences, and tokenizers without EOS."""
     from midus_hf.sources.tokenizers import prefix_ids
 
     if tokenizer.eos_token_id is None:
@@ -106,7 +103,7 @@ def beginning_within(sequence_length: int, tokenizer: "PreTrainedTokenizerBase")
 
 
 def _remainder(lengths: np.ndarray, sequence_length: int, num_before: int) -> tuple[int, int]:
-    """Return how many tokens of texts with `lengths` `[texts]`, int64, follow the last whole sequence, and how many precede them."""
+    """Return how many tokens follow the last whole sequence, and how many precede them."""
     ends = np.cumsum(lengths)
     if not num_before:
         return int(ends[-1]) % sequence_length, 0
@@ -119,7 +116,6 @@ def _remainder(lengths: np.ndarray, sequence_length: int, num_before: int) -> tu
 
 
 def _last_sequence(tokens: "Dataset", count: int, packer: "Packer") -> dict[str, list[Any]] | None:
-    """Return the columns of a packer's sequence of the last tokens; None if it would predict nothing."""
     for row in range(len(tokens) - 1, -1, -1):
         ids = tokens[row]["input_ids"]
         packer.pieces.insert(0, np.asarray(ids[-count:], np.int32))
@@ -141,11 +137,11 @@ def leaf_sequences(
     text_column: str = "text",
     vocab_size: int | None = None,
 ) -> PackedTexts:
-    """Return texts as sequences within the leaves of a tree (hierarchical memories, appendix A.2), with `labels` and `memory_ids`.
+    """Return sequences within a tree's leaves (hierarchical memories, A.2): `labels` and `memory_ids` too.
 
-    A leaf is a node of the deepest level, `depth`, that has blocks, so all texts of a leaf fetch the same blocks, by the path of the
-    first, of `paths` `[texts, p]`. The remainder of a leaf becomes a sequence too, padded with EOS without a loss, unless it is one
-    token that nothing predicts.
+    A leaf is a node of the deepest level with blocks, `depth`, so its texts fetch the same blocks, by the first of their `paths`
+    `[texts, p]`. The remainder of a leaf becomes a sequence too, padded with EOS without a loss, unless it is one token that nothing
+    predicts.
     """
     beginning = beginning_within(sequence_length, tokenizer)
     levels = paths[:, :depth]
@@ -164,7 +160,7 @@ def leaf_sequences(
 def checked_paths(
     dataset: "Dataset", banks: Mapping[str, BankLayout], path_column: str, text: str = "the corpus"
 ) -> DocumentPaths:
-    """Return the paths of texts as `read_paths` does, and refuse those that do not fit the tree of the model's banks."""
+    """Return paths as `read_paths` does; refuse those that do not fit the tree of the model's banks."""
     if not banks:
         raise RequestError(
             f"path_column is {path_column!r}, but the model has no memory that fetches blocks; leave it out, or upscale with one of "
@@ -179,7 +175,6 @@ def checked_paths(
 def _tokenised(
     dataset: "Dataset", tokenizer: "PreTrainedTokenizerBase", text_column: str, vocab_size: int | None
 ) -> tuple["Dataset", np.ndarray]:
-    """Return the tokens of each text, ending in EOS, as rows with `input_ids`, and their number, `[rows]`, int64."""
     import pyarrow.compute
     from datasets.fingerprint import Hasher
 
@@ -213,8 +208,7 @@ class Packer:
     """Cuts rows of tokens, batch by batch, into sequences.
 
     With `documents_apart`, sequences have positions and labels. With `fill`, rows belong to leaves, whose last sequences are padded
-    with this token; otherwise the remainder waits for the next batch. Every text begins with the tokens `beginning`, and so does
-    every sequence.
+    with this token; otherwise the remainder waits for the next batch. Texts and sequences begin with the tokens `beginning`.
     """
 
     def __init__(
@@ -245,7 +239,7 @@ class Packer:
         return packed
 
     def last(self) -> dict[str, list[Any]] | None:
-        """Return the sequence of the tokens that are in none yet, shorter or filled up; None if it predicts nothing."""
+        """Return the remaining tokens as a sequence, shorter or filled up; None if it predicts nothing."""
         packed: dict[str, list[Any]] = {name: [] for name in self.columns}
         if self.fill is None:
             self.sequence_length = min(self.place, len(self.beginning)) + sum(map(len, self.pieces))
@@ -254,7 +248,7 @@ class Packer:
         return packed if labels and (labels[0][1:] != IGNORED_LABEL).any() else None
 
     def _cut(self, packed: dict[str, list[Any]], is_end: bool = False) -> None:
-        """Cut as many sequences as there are tokens for; at the end of a leaf, also a padded one if it predicts a token."""
+        """Cut all whole sequences; at the end of a leaf, also a padded one if it predicts a token."""
         length, tokens = self.sequence_length, np.concatenate(self.pieces)
         places = np.concatenate([np.arange(len(piece)) for piece in self.pieces])
         places[: len(self.pieces[0])] += self.place
@@ -287,7 +281,6 @@ class Packer:
 
 
 def _packed_by(tokens: "Dataset", packer: Packer) -> "Dataset":
-    """Return the sequences that a packer cuts from rows of tokens, from the cache if rows and settings are equal."""
     from datasets.fingerprint import Hasher
 
     return tokens.map(
@@ -310,8 +303,8 @@ def _features_of(*names: str) -> Any:
 def collate(rows: list[dict[str, Any]], sequence_length: int, fill: int) -> dict[str, torch.Tensor]:
     """Return the columns of rows as tensors `[B, T]`, int64; labels default to the tokens.
 
-    A shorter row is padded at its end with the token `fill`, which has no loss, and which no other token
-    attends. Only batches with such a row have an attention mask, unless positions keep texts apart.
+    A shorter row is padded at its end with `fill`, without loss or attention. Only batches with such a row have an attention mask,
+    unless positions keep texts apart.
     """
     missing = [sequence_length - len(row["input_ids"]) for row in rows]
     if any(missing):

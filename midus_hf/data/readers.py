@@ -1,4 +1,4 @@
-"""Readers for `datasets` that keep text as text: its own turn "2004-01-25" into a date and `007` into a number."""
+"""Readers for `datasets` that keep text: its own read "2004-01-25" as a date and `007` as a number."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ from pyarrow.parquet import ParquetFile
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import parse_json
 
-# Change this with any change of the readers, so that the cache of `datasets` does not return older rows.
+# Change this with any change of the readers: cached rows of `datasets` are then not reused.
 VERSION = "midus-4"
 
 _CHARACTERS_AT_ONCE = 10 << 20
@@ -44,15 +44,12 @@ class JsonText(datasets.Json):
     _type: str = field(default="JsonText", init=False, repr=False)
 
     def encode_example(self, example_data: Any) -> str | None:
-        """Return the JSON of a value; None for None."""
         return None if example_data is None else json.dumps(example_data, ensure_ascii=False)
 
     def decode_example(self, example_data: str | None, token_per_repo_id: Any = None) -> Any:
-        """Return the value of its JSON; None for None."""
         return None if example_data is None else json.loads(example_data)
 
     def cast_storage(self, storage: pa.Array) -> pa.Array:
-        """Return JSON, or its text, as Arrow's array of JSON."""
         return storage if isinstance(storage, pa.JsonArray) else array_cast(storage, self.pa_type)
 
 
@@ -71,7 +68,6 @@ class JsonReader(Json):
     _is_stream = False
 
     def take(self, columns: Sequence[str]) -> None:
-        """Select the columns of a stream; the first is text, and others are of any type."""
         self._is_stream = True
         self._set_types({name: number == 0 for number, name in enumerate(columns)})
 
@@ -102,7 +98,6 @@ class JsonReader(Json):
             raise RequestError("it has no rows")
 
     def _table(self, rows: list[dict[str, Any]], earlier_rows: int) -> pa.Table:
-        """Return rows, which follow on some earlier rows, as a table."""
         names = self._is_text if self._is_stream else dict.fromkeys(chain.from_iterable(rows))
         columns = {name: [row.get(name) for row in rows] for name in names}
         before = dict(self._is_text)
@@ -138,7 +133,6 @@ class JsonReader(Json):
                     yield rows
 
     def _listed(self, text: str) -> Iterator[list[dict[str, Any]]]:
-        """Yield the rows of a file that is one value."""
         values = parse_json(text, unique_keys=True)
         if self.config.field is not None:
             values = values[self.config.field]
@@ -181,10 +175,7 @@ class TableReader(Csv):
                     yield Key(shard, number), pa.Table.from_pandas(frame, schema, preserve_index=False)
 
     def _check_quotes(self, file: str) -> None:
-        """Refuse quotes that are not closed, closed within a field, or around lines that would each be a row.
-
-        pandas would lose these rows. In a TSV file, where quotes are text, a quoted field of several lines would become rows.
-        """
+        """Refuse quotes unclosed, closed within a field, or around lines: pandas would lose or split rows."""
         config = self.config
         if len(config.sep) > 1 or config.skiprows:  # longer separators are patterns
             return
@@ -223,13 +214,12 @@ class TableReader(Csv):
 class ParquetReader(Parquet):
     """Parquet reader that streams columns in this thread.
 
-    The reader of `datasets` keeps what it has read of a file until its end, and its threads abort a process that ends before that.
+    That of `datasets` keeps what it has read of a file, and its threads abort a process that ends early.
     """
 
     _columns: Sequence[str] | None = None
 
     def take(self, columns: Sequence[str]) -> None:
-        """Select the columns of a stream, where files have them."""
         self._columns = columns
 
     def _generate_tables(self, files: Any, row_groups_list: Any = ()) -> Iterator[tuple[Key, pa.Table]]:
@@ -246,12 +236,11 @@ class ParquetReader(Parquet):
                     yield Key(shard, number), table_cast(pa.Table.from_batches([batch]).select(columns), schema)
 
 
-# The reader of each kind of files, by the name of the kind in `datasets`.
 READERS: dict[str, Any] = {"text": Text, "json": JsonReader, "csv": TableReader, "parquet": ParquetReader}
 
 
 def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | None = None) -> Any:
-    """Return a builder of `datasets` with the reader of its kind; the builder itself if it is of another kind."""
+    """Return a builder of `datasets` with the reader of its kind; itself if it is of another kind."""
     kinds = {Json: "json", Csv: "csv", **({} if text is None else {Text: "text", Parquet: "parquet"})}
     kind = next((kind for base, kind in kinds.items() if isinstance(declared, base)), None)
     if kind is None:
@@ -275,7 +264,7 @@ def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | No
 
 
 def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
-    """Return the files of each split as `datasets` takes them, with their state on disk, by which its cache identifies them."""
+    """Return the files of each split for `datasets`, with their state on disk, which identifies its cache."""
     lists = {}
     for split, files in splits.items():
         states = [(f"{at.st_size} {at.st_ino} {at.st_mtime_ns} {at.st_ctime_ns}",) for at in map(Path.stat, files)]

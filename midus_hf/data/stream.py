@@ -1,4 +1,4 @@
-"""Texts packed as they are read, for a corpus larger than the disk: sequences without end, resumed where they stopped."""
+"""Texts packed as they are read, for a corpus larger than the disk: endless and resumed exactly."""
 
 import hashlib
 import json
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEXTS_AT_ONCE = 100
-# Most files of a pass that have digests of their own; the last one is also that of all further files.
+# Files of a pass with digests of their own; the last digest is also that of all further files.
 _MAX_FILES_APART = 10_000
 
 
 class StreamedSequences(IterableDataset):
-    """Sequences of a stream of texts without end, by the rules of `packed_sequences` and `leaf_sequences`, shuffled through a buffer.
+    """Endless, shuffled sequences of a stream of texts, as of `packed_sequences` and `leaf_sequences`.
 
-    A pass reads every text once, and then the next begins. In memory are some texts, tokens that fill no sequence yet (of each
-    leaf, with paths), and the buffer; `save` and `load` keep them, so that a stream resumes exactly. Without a buffer, a pass has the
-    sequences of `packed_sequences` in their order; those of `leaf_sequences` come as soon as a leaf has the tokens. `save` keeps
-    digests of the texts too: if any file was written, copied or moved since, `load` reads what had been read again, and compares it.
-    It is iterated in its own process, not by workers.
+    A pass reads every text once, and then the next begins. In memory are some texts, tokens that fill no sequence yet (of each leaf,
+    with paths), and the shuffle buffer; `save` and `load` keep them, so a stream resumes exactly. Without a buffer, a pass has the
+    sequences of `packed_sequences` in order; those of `leaf_sequences` come as soon as a leaf has the tokens. `save` also keeps
+    digests of the texts: if any file was written, copied or moved since, `load` reads them again and compares. It is iterated in its
+    own process, not by workers.
 
     Args:
-        texts: Stream of `stream_rows`; first texts that cannot be read or are blank, and texts that fill no sequence, are refused.
+        texts: Stream of `stream_rows`; unreadable or blank first texts, and texts that fill no sequence, are refused.
         tokenizer: The tokenizer, which has an EOS token.
         sequence_length: T.
         documents_apart: Whether tokens attend only within their text.
@@ -88,7 +88,7 @@ class StreamedSequences(IterableDataset):
                 )
             self._label = f"{key} of rank {rank} ({part})"
         self._told: set[str] = set()  # of blank texts
-        # Of files in the order of reading: name, number of texts, and digest. None for a pass that began without digests.
+        # By file in reading order: name, number of texts, and digest. None for a pass that began without digests.
         self._texts_read: list[list[Any]] | None = None
         self._earlier_pass: list[list[Any]] | None = None
         self._source, self._begin, self._text_column, self._depth = texts, texts.state_dict(), text_column, depth
@@ -109,11 +109,10 @@ class StreamedSequences(IterableDataset):
                 )
         first = [(name, values.tolist()) for row in self._rows for name, values in row.items()]
         described = json.dumps([names, first])
-        # SHA-256 of the files and of the first sequences, by which a stream is told from others.
+        # SHA-256 of the files and of the first sequences, which identify a stream.
         self.digest = hashlib.sha256(described.encode()).hexdigest()
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        """Yield sequences from where the stream stands, with the columns of `packed_sequences` or `leaf_sequences`."""
         while True:
             while not self._counts["has_ended"] and len(self._rows) < self._shuffle_buffer:
                 self._read_on()
@@ -125,7 +124,6 @@ class StreamedSequences(IterableDataset):
             yield {name: values.tolist() for name, values in self._rows.pop(0).items()}
 
     def save(self, path: Path) -> None:
-        """Write where the stream stands."""
         packers = [[leaf, each.path, each.place, len(each.pieces)] for leaf, each in self._packers.items()]
         flat = {}
         lists = {"pieces": [piece for packer in self._packers.values() for piece in packer.pieces]}
@@ -141,11 +139,7 @@ class StreamedSequences(IterableDataset):
         save_file(flat, path, metadata={"state": json.dumps(state)})
 
     def load(self, path: Path) -> None:
-        """Continue where the stream stood that wrote a file; sources and arguments are the same.
-
-        Raises:
-            RequestError: If the texts that had been read have changed.
-        """
+        """Continue where the stream stood that wrote a file; refuse changed texts before that point."""
         with safe_open(path, "numpy") as file:
             state = json.loads(file.metadata()["state"])
             has_digests = "texts_read" in file.keys()
@@ -167,7 +161,7 @@ class StreamedSequences(IterableDataset):
         self._read_from(state["source"])
 
     def _compare(self, files_on_disk: str | None, texts_read: Any, earlier_pass: Any) -> None:
-        """Take over the digests of texts that had been read; if files have changed, read and compare the texts again."""
+        """Take over digests of read texts; if files have changed, read and compare the texts again."""
         self._texts_read, self._earlier_pass = texts_read, earlier_pass
         if (expected := earlier_pass or texts_read) is None:
             print_note(
@@ -198,7 +192,6 @@ class StreamedSequences(IterableDataset):
             entry[0] = now[0]  # which may lie elsewhere now
 
     def _digest(self, batch: dict[str, list[Any]], read: list[list[Any]]) -> int:
-        """Add rows to the digests of texts that were read, and return their number."""
         files = batch.get(STREAMED_FILE_COLUMN)
         columns = [batch[name] for name in (self._text_column, *self._columns_of_paths) if name in batch]
         for number, row in enumerate(zip(*columns, strict=True)):
@@ -223,7 +216,6 @@ class StreamedSequences(IterableDataset):
         self._batches = self._source.iter(_TEXTS_AT_ONCE)
 
     def _read_on(self) -> None:
-        """Read some texts into the buffer, or end the pass."""
         counts = self._counts
         batch = self._next_batch(counts["texts"])
         self._state = None
@@ -246,7 +238,7 @@ class StreamedSequences(IterableDataset):
         counts["texts"] += len(texts)
 
     def _next_batch(self, before: int) -> dict[str, list[Any]] | None:
-        """Return the next rows of a pass, after `before` others, with texts in the column of texts; None at its end."""
+        """Return a pass's next rows, after `before` others, texts in the text column; None at its end."""
         try:
             batch = next(self._batches, None)
         except RequestError:  # which names the file
@@ -268,7 +260,6 @@ class StreamedSequences(IterableDataset):
         return batch
 
     def _note_blank(self, batch: dict[str, list[Any]], blank: Sequence[int]) -> None:
-        """Print that a run has come to blank texts for the first time, or to many."""
         counts, extent = self._counts, "all" if len(blank) == len(batch[self._text_column]) else "some"
         is_refused = counts["texts"] == counts["blank"] and extent == "all"  # if the run begins so
         is_known = extent in self._told or counts["earlier_passes"] or (extent == "some" and counts["blank"])
@@ -330,13 +321,12 @@ class StreamedSequences(IterableDataset):
 
 
 def _files(batch: dict[str, list[Any]], places: Iterable[int]) -> list[list[Any]]:
-    """Return the files of some rows, as entries of texts that were read."""
     names = batch.get(STREAMED_FILE_COLUMN)
     return [] if names is None else [[name] for name in dict.fromkeys(names[place] for place in places)]
 
 
 def _name_files(entries: Sequence[Sequence[Any]] | None, word: str = " of") -> str:
-    """Return the end of a phrase on texts, which names their files where they are known, a single one with its folder."""
+    """Return the end of a phrase on texts, which names their known files, a single one with its folder."""
     files = [entry[0] for entry in entries or () if entry[0] is not None]
     names = [repr(file if len(files) == 1 else Path(file).name) for file in files]
     return f"{word} {first_few(names)}" if names else ""

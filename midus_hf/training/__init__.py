@@ -1,6 +1,6 @@
-"""Continual pretraining: which layers are trained, at which rates, on which text, and the training run.
+"""Continual pretraining: trained layers, their rates, texts and the run.
 
-Each name is imported on first use: preparing a model for another trainer needs neither the Trainer nor PEFT.
+Names are imported on first use: preparing a model for another trainer needs neither the Trainer nor PEFT.
 """
 
 import importlib

@@ -23,22 +23,21 @@ _TASKS = {
 
 
 def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **options: Any) -> LoraConfig:
-    """Return a `LoraConfig` for an upscaled model: adapters on the base, new layers and memories trained in full.
+    """Return a `LoraConfig`: adapters on an upscaled model's base; new layers and memories train in full.
 
-    An adapter on a new layer could not replace training it in full: while a memory's values are zero, nothing else in the
-    layer has a gradient, and values are not a linear layer that could have an adapter. So PEFT copies every new layer,
-    trains the copy, saves it with the adapters, and replaces the layer by it when adapters are merged.
+    While a memory's values are zero, nothing else in its layer has a gradient, and values take no adapter. So PEFT copies every new
+    layer, trains and saves the copy, and replaces the layer by it when adapters are merged.
 
     Args:
         model: A model from `from_pretrained`, not yet wrapped by PEFT.
         r: Rank of the adapters. Default: 16.
-        lora_alpha: Scale of the adapters multiplied by `r`: adapters are scaled by `lora_alpha / r`. Default: 32.
-        options: Other arguments of `LoraConfig`. By default, `target_modules` are all linear layers of the base, and
-            `task_type` is that of the model's class, from which PEFT knows the head of a classifier and trains it
-            in full; `modules_to_save` are added to the new layers.
+        lora_alpha: Adapters are scaled by `lora_alpha / r`. Default: 32.
+        options: Other arguments of `LoraConfig`. By default, `target_modules` are all linear layers of the base, and `task_type`
+            follows from the model's class (PEFT trains the head of a classifier in full); `modules_to_save` are added to the new
+            layers.
 
     Raises:
-        RequestError: If the config of the model records no new layers or memories, or the model is wrapped already.
+        RequestError: If the model's config records no new layers or memories, or the model is wrapped already.
     """
     view = ModelView(model)
     if has_adapters(model):
@@ -61,7 +60,7 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
 
 
 def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
-    """Return the `LoraConfig` of the key `adapters`, and whether new parts of the model are trained in full as well."""
+    """Return the `LoraConfig` of the key `adapters`, and whether new parts also train in full."""
     layers = options.get("layers", "base")
     if layers not in ("base", "all"):
         raise RequestError(
@@ -74,7 +73,7 @@ def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
 
 
 def add_adapters(view: ModelView, options: Mapping[str, Any]) -> tuple[PeftModel, str]:
-    """Wrap a model from `from_pretrained` with the adapters of the key `adapters`; also return a sentence on what is trained."""
+    """Wrap a model with the adapters of the key `adapters`; also return a sentence on what trains."""
     config, trains_new = read_adapters(options)
     model, new = view.model, list(view.new_modules) if trains_new else []
     config.modules_to_save = [*new, *(config.modules_to_save or [])] or None

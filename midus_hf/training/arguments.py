@@ -1,4 +1,4 @@
-"""Arguments of a run: the keys of Transformers' `TrainingArguments`, and those of `keys.py`, with what they may be."""
+"""Arguments of a run: the keys of `TrainingArguments` and of `keys.py`, with their checks."""
 
 import dataclasses
 import math
@@ -16,22 +16,16 @@ from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.files.secrets import for_record
 from midus_hf.training.keys import ModelKeys, Rates, TrainKeys
 
-# Type of the key `trainable`.
 Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]
 
-# Keys that name what a run reads.
 _SOURCES = "corpus tree dataset_name model_name_or_path config_name tokenizer_name eval_text protect".split()
 
 
 @dataclasses.dataclass
 class MemoryArguments(ModelKeys):
-    """Mixin with the keys of models and memories (`ModelKeys`), for a subclass of `TrainingArguments`.
+    """Mixin with `ModelKeys` for a dataclass that extends `TrainingArguments`, for a `MemoryTrainerMixin`.
 
-    Write `class MyArguments(MemoryArguments, SFTConfig)`, as a dataclass, for arguments that a Trainer with `MemoryTrainerMixin`
-    reads.
-
-    Raises:
-        RequestError: If a value lies outside its range or contradicts another.
+    Write `class MyArguments(MemoryArguments, SFTConfig)`. Values that are out of range or contradict others are refused.
     """
 
     def __post_init__(self) -> None:
@@ -71,7 +65,6 @@ class MemoryArguments(ModelKeys):
                 super_init()
 
     def _check_keys(self) -> None:
-        """Refuse keys that are out of range or contradict others."""
         data_key = getattr(self, "data_key", None)
         if data_key is not None and not getattr(self, data_key):
             raise RequestError(f"config has no {data_key!r}; set it in the recipe, or by --{data_key}.")
@@ -202,11 +195,7 @@ _DERIVED = set(
 
 @dataclasses.dataclass(repr=False)
 class TrainArguments(TrainKeys, MemoryArguments, TrainingArguments):
-    """Arguments of `midus train`: every key of `TrainingArguments`, and `TrainKeys`.
-
-    Raises:
-        RequestError: If a value lies outside its range or contradicts another.
-    """
+    """Arguments of `midus train`: every key of `TrainingArguments`, and `TrainKeys`."""
 
     remove_unused_columns: bool = False
     prediction_loss_only: bool = True
@@ -244,7 +233,7 @@ class TrainArguments(TrainKeys, MemoryArguments, TrainingArguments):
 
 
 def computes_bfloat16(use_cpu: bool = False) -> bool:
-    """Return whether a run's device has instructions for bfloat16; a CPU without them emulates it, nine times slower than float32."""
+    """Return whether the device has bfloat16 instructions; other CPUs are 9x slower than in float32."""
     if torch.cuda.is_available() and not use_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if torch.accelerator.is_available() and not use_cpu:

@@ -1,7 +1,6 @@
-"""The divergence of a model from its base on the text that it learns, without the tokens that are learned (arXiv:2605.29498).
+"""Divergence of a model from its base on the text it learns, without next tokens (arXiv:2605.29498).
 
-The base is the model itself with everything that trains switched off, so no second model is loaded; a step costs one more
-forward pass, without gradients.
+The base is the model with everything that trains switched off: one more forward pass per step, without gradients.
 """
 
 import contextlib
@@ -22,19 +21,15 @@ _TOKENS_AT_A_TIME = 256
 
 
 def divergence_without_target(logits: torch.Tensor, base_logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the predicted tokens of KL(base || model) in nats, both without the token that comes next.
+    """Return the sum over the predicted tokens of KL(base || model) in nats, both without the next token.
 
-    The probability of that token is removed from both distributions, and the rest is normalised: learning the token costs
-    nothing, and moving the others does. Distributions are computed again in the backward pass, so that only those of
-    256 tokens are held at a time.
+    Both distributions are normalised without that token: learning it costs nothing, moving the others does. Distributions are
+    recomputed in the backward pass, so only those of 256 tokens are held at a time. The sum has at least float32.
 
     Args:
         logits: Logits of the model, `[B, T, V]`.
         base_logits: Logits of the base, `[B, T, V]`; they get no gradient.
         labels: Token ids, `[B, T]`; the token at t is predicted at t - 1. -100 marks tokens that are not learned.
-
-    Returns:
-        The sum, a scalar, in float32, or in the dtype of the logits if that is wider.
     """
     rows, positions = (labels[:, 1:] != IGNORED_LABEL).nonzero(as_tuple=True)  # [N]
     total = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
@@ -45,20 +40,19 @@ def divergence_without_target(logits: torch.Tensor, base_logits: torch.Tensor, l
 
 
 def _divergence_at(logits: Any, base_logits: Any, labels: Any, row: Any, position: Any) -> torch.Tensor:
-    """Return the sum of the divergences at some positions of some rows, [N] each."""
     targets = labels[row, position + 1][:, None]  # [N, 1]
 
     def log_rest(logits: torch.Tensor) -> torch.Tensor:
         chosen = logits[row, position]
         chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
-        # The lowest finite number: the product of an infinite one and the probability 0 would be NaN.
+        # The lowest finite number: an infinite one times probability 0 would be NaN.
         return chosen.scatter(1, targets, torch.finfo(chosen.dtype).min).log_softmax(1)  # [N, V]
 
     return F.kl_div(log_rest(logits), log_rest(base_logits), reduction="sum", log_target=True)
 
 
 def check_base_divergence(trainer: Any) -> None:
-    """Raise a `RequestError` unless a Trainer's model computes as its base does when all that trains is switched off."""
+    """Refuse a Trainer's model unless it computes as its base when all that trains is switched off."""
     model, view, reason = trainer.model, ModelView(trainer.model), ""
     is_shared = trainer.is_deepspeed_enabled or shares_parameters(trainer)
     if model.get_output_embeddings() is None:
@@ -90,13 +84,13 @@ def check_base_divergence(trainer: Any) -> None:
 
 @contextlib.contextmanager
 def run_as_base(model: Any) -> Iterator[None]:
-    """Let a model compute as its base does within the context: without its adapters, or else without all that upscaling added."""
+    """Let a model compute as its base within the context: without adapters, or else without added parts."""
     with model.disable_adapter() if has_adapters(model) else switched_off(model, ModelView(model).parts):
         yield
 
 
 def base_logits(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Return the logits of a model's base for the inputs of a training step, `[B, T, V]`, in eval mode and without gradients."""
+    """Return the base's logits for a training step, `[B, T, V]`, in eval mode and without gradients."""
     with run_as_base(model), evaluating(model):
         logits: torch.Tensor = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
     return logits

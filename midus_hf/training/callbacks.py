@@ -1,4 +1,4 @@
-"""Callbacks of a run: what it reads, how far it is, whether other programs slow it down, and interruptions."""
+"""Callbacks of a run: its inputs and progress, cores shared with other programs, and interruptions."""
 
 import contextlib
 import math
@@ -29,7 +29,7 @@ _SECONDS_COMPARED, _SECONDS_PER_PROCESSOR_SECOND = 10.0, 1.5
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Error of a run that was interrupted and has saved a checkpoint; the message says how to resume it."""
+    """Error of a run that was interrupted after saving a checkpoint; the message says how to resume."""
 
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)
@@ -37,9 +37,9 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 class RunReport(TrainerCallback):
-    """Prints what a run reads, in how many steps, and whether these are few; and, if there are no bars, a line each minute.
+    """Prints what a run reads, its steps, whether they are few, and, without bars, a line each minute.
 
-    The number of sequences is None for a stream, whose place in the run is that of its steps, also when a run is resumed.
+    The number of sequences is None for a stream; its place in the run is that of its steps, also after a resumption.
     """
 
     def __init__(self, reads: str, num_sequences: int | None):
@@ -98,7 +98,7 @@ class RunReport(TrainerCallback):
 class BusyCoresNote(TrainerCallback):
     """Notes once that other programs use the cores, so that threads wait for each other, with the remedy.
 
-    A process that waits for a GPU or for other processes, or has one thread, is not compared with its processor time.
+    Processes with one thread, or that wait for a GPU or other processes, are excluded.
     """
 
     _is_noted = False
@@ -126,11 +126,11 @@ class BusyCoresNote(TrainerCallback):
 
 
 class GracefulStop(TrainerCallback):
-    """Callback that notes SIGINT and SIGTERM inside its context, and ends training, with a checkpoint, after the step.
+    """Callback that ends training, with a checkpoint, after the step in which SIGINT or SIGTERM arrives.
 
-    All processes end in the same step, since `largest` returns the maximum over processes. A signal during the last step has no
-    effect; a second one acts at once. The callback also logs where a run saves or measures, and in the last step: a logged loss is
-    the mean since the previous event, so a resumed run logs the same losses as an uninterrupted one.
+    All processes end in the same step: `largest` returns the maximum over processes. A signal during the last step has no effect; a
+    second one acts at once. It also logs where a run saves or measures, and in the last step: a logged loss is the mean since the
+    previous event, so a resumed run logs the losses of an uninterrupted one.
     """
 
     def __init__(self, largest: Callable[[int], int]):
@@ -146,7 +146,6 @@ class GracefulStop(TrainerCallback):
             self._handlers = {number: signal.signal(number, self._note) for number in handled}
 
     def release(self, *_: object) -> None:
-        """Give the signals back to the handlers before this one."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}

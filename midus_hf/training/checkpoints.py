@@ -1,4 +1,4 @@
-"""Checkpoints of a run: trained parameters and the optimizer, only finite numbers, and a manifest that is written last."""
+"""Checkpoints of a run: trained parameters, the optimizer, and a manifest that is written last."""
 
 import hashlib
 import json
@@ -16,12 +16,11 @@ from midus_hf.config.errors import RequestError, print_note
 from midus_hf.files.checkpoint_files import CHECKPOINT_NAME, MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.outputs import atomic_write
 
-# File of the schedule, which a Trainer saves unless it saves only the model.
 SCHEDULER_FILE = "scheduler.pt"
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and tensor of everything in a model that a run may change: trained parameters, and saved buffers."""
+    """Yield names and tensors that a run may change: trained parameters, and saved buffers."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name, parameter.detach()
@@ -32,7 +31,7 @@ def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_trained(model: nn.Module, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write what a run may change in a model to a file in a checkpoint's folder, gathering sharded tensors."""
+    """Write what a run may change to a file in a checkpoint's folder, gathering sharded tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     whole = state_dict or {}
     tensors = {name: whole.get(name, tensor).contiguous() for name, tensor in saved_tensors(model)}
@@ -42,11 +41,7 @@ def save_trained(model: nn.Module, folder: Path, state_dict: Mapping[str, torch.
 def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
     """Load trained parameters from a checkpoint of a run into the model that the run started from.
 
-    Args:
-        model: A model in which the same tensors require gradients as in the run.
-
-    Raises:
-        RequestError: If the folder is not a checkpoint of a run, or other tensors were trained.
+    The same tensors must require gradients as in the run, else, or without a checkpoint, it raises `RequestError`.
     """
     path = Path(folder, TRAINED_FILE)
     if not path.is_file():
@@ -69,7 +64,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
 
 
 def checkpoints_in(output: str | os.PathLike) -> dict[int, Path]:
-    """Return the checkpoints in a folder by their steps, from the latest to the first, whole or not."""
+    """Return the checkpoints in a folder, complete or not, the latest first."""
     folder = Path(output)
     paths = {
         int(match[1]): path
@@ -80,7 +75,7 @@ def checkpoints_in(output: str | os.PathLike) -> dict[int, Path]:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint in one line, or None if every file of its manifest has the bytes written."""
+    """Return what is wrong with a checkpoint in one line; None if all files have the manifest's sizes."""
     name = MANIFEST_FILE
     try:
         manifest = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
@@ -109,7 +104,7 @@ def _sha256(path: Path) -> str:
 
 
 def find_latest_complete(output: str | os.PathLike) -> Path | None:
-    """Return the latest whole checkpoint in a folder, or None; skipped ones are listed on standard error."""
+    """Return the latest complete checkpoint in a folder, or None; list skipped ones on standard error."""
     skipped: list[str] = []
     complete = None
     for checkpoint in checkpoints_in(output).values():
@@ -160,14 +155,14 @@ def resume_hint(output: str | os.PathLike) -> str:
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Remove what is at a checkpoint's path, the manifest first, so that remains are never taken for a whole checkpoint."""
+    """Remove a checkpoint, the manifest first, so that remains never count as complete."""
     if checkpoint.is_dir():
         (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
         shutil.rmtree(checkpoint)
 
 
 def finish_checkpoint(checkpoint: Path) -> None:
-    """Write the manifest that makes a checkpoint whole, after all of its other files, with the size and digest of each."""
+    """Write the manifest, with sizes and digests of all other files, that makes a checkpoint complete."""
     manifest = {
         path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(checkpoint.rglob("*"))

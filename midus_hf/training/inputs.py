@@ -1,4 +1,4 @@
-"""What a run reads: config, tokenizer, model and texts; and their digests, since a run is resumed over the same inputs."""
+"""What a run reads: config, tokenizer, model and texts; and their digests, for resuming."""
 
 import contextlib
 import hashlib
@@ -43,7 +43,6 @@ from midus_hf.training.optim import resolve_trainable
 from midus_hf.training.output import new_card
 
 _ROWS_AT_ONCE = 1000
-# SHA-256 by the key of the run that names an input, and by the part of it, in words for messages.
 Digests = dict[str, dict[str, str]]
 
 
@@ -91,7 +90,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
 
 
 def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConfig) -> None:
-    """Raise a `RequestError` about a key such as `sequence_length` if the model has too few positions for it."""
+    """Refuse a key such as `sequence_length` if the model has too few positions for it."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and sequence_length > limit:
         raise RequestError(
@@ -111,10 +110,10 @@ def load_run_tokenizer(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
 
 
 def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
-    """Load or make the model, and return it with the contents, by name, of files that match `ACCOMPANYING`.
+    """Load or make the model; return it and the contents, by name, of files that match `ACCOMPANYING`.
 
-    A saved model has the dtype of its checkpoint, read from safetensors. A new model draws its weights
-    from torch's random generator, and comes with a card that says so.
+    A saved model has the dtype of its checkpoint. A new model draws its weights from torch's random generator, and comes with a card
+    that says so.
     """
     attention, source = arguments.attn_implementation, arguments.model_name_or_path
     with load_unsharded(), as_request_error(_expected(arguments), OSError, ValueError, ImportError, SafetensorError):
@@ -139,7 +138,6 @@ def _accompanying_files(model: str) -> dict[str, bytes]:
 
 
 def _expected(arguments: MemoryArguments) -> str:
-    """Return the beginning of messages about a model that cannot be loaded or made."""
     if arguments.model_name_or_path is None:
         return f"config_name is {arguments.config_name!r}; expected the file, folder or Hub id of a language model's config"
     return f"model_name_or_path is {arguments.model_name_or_path!r}; expected the folder or Hub id of a language model"
@@ -147,11 +145,7 @@ def _expected(arguments: MemoryArguments) -> str:
 
 @contextlib.contextmanager
 def load_unsharded() -> Iterator[None]:
-    """Load or make whole models in each process within the context; DeepSpeed shards them for training.
-
-    Otherwise, once `TrainingArguments` exist, transformers lets ZeRO-3 shard parameters while a model is loaded. Checks
-    before training would then read the dtypes and sizes of empty tensors.
-    """
+    """Load or make whole models in each process in the context, although ZeRO-3 would shard them."""
     config_before = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:
@@ -161,10 +155,7 @@ def load_unsharded() -> Iterator[None]:
 
 
 class RunTexts(NamedTuple):
-    """Training rows, held-out texts, a phrase on what is read, and the tree of the paths, if any.
-
-    Held-out texts are as a Trainer takes them: sequences by name, or those of a single text, or None.
-    """
+    """Training rows, held-out texts as a Trainer takes them, a phrase on what is read, the paths' tree."""
 
     train: Any
     held_out: Any
@@ -185,7 +176,6 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
     options["vocab_size"] = config.get_text_config().vocab_size
 
     def pack(key: str, rows: Any) -> tuple[PackedTexts, str | None]:
-        """Return sequences, and the fingerprint of the tree that their paths name."""
         if column is None or (key != "corpus" and column not in rows.column_names):
             return packed_sequences(rows, tokenizer, length, key=key, **options), None
         written = checked_paths(rows, banks, column, key)
@@ -223,7 +213,7 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
 def read_held_out(
     arguments: MemoryArguments, text_column: str, length: int, pack: Callable[[str, Any], PackedTexts]
 ) -> Any:
-    """Return the sequences of held-out texts as `RunTexts` has them, packed by a function; print what is not measured."""
+    """Return the packed sequences of held-out texts as `RunTexts` has them; print what is not measured."""
     held_out = {}
     for name, path in arguments.eval_texts.items():
         key = f"eval_text {name}".rstrip()
@@ -235,7 +225,7 @@ def read_held_out(
 
 
 def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
-    """Check that a model's banks belong to the tree of a run, a folder or the corpus's tree, and save trained banks with it."""
+    """Check that banks belong to the tree of a run, a folder or the corpus's; save trained banks with it."""
     fingerprint, folder, shape = corpus_tree, None, None
     if tree is not None:
         from midus_hf.topics.tree import ClusterTree, folder_of_tree
@@ -256,10 +246,7 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
 
 
 def model_hashes(model: PreTrainedModel, arguments: Any) -> Digests:
-    """Return the SHA-256 of a model's settings, of its weights as they were loaded, and of the files next to them.
-
-    Weights of a new model are left out: they follow from settings and seed, up to the rounding of a processor.
-    """
+    """Return the SHA-256 of a model's settings, of loaded (not new) weights, and of files next to them."""
     is_new = arguments.model_name_or_path is None
     digests, tensors = dict[str, str](), {} if is_new else model.state_dict()
 
@@ -283,12 +270,9 @@ def model_hashes(model: PreTrainedModel, arguments: Any) -> Digests:
 
 
 def check_inputs(trainer: Any, hashes: Digests, arguments: Any, checkpoint: Path | None) -> Digests:
-    """Return the digests of what a run reads, of a model and of a Trainer's sequences, and compare them with a checkpoint's.
+    """Return the digests of a model and a Trainer's sequences; refuse others than in a checkpoint's run.
 
-    Held-out texts may change, unless they choose the model that is saved.
-
-    Raises:
-        RequestError: If the run that saved the checkpoint read something else under the same keys.
+    Held-out texts may change, unless they choose the saved model.
     """
     held_out = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     if checkpoint is not None and isinstance(trainer.train_dataset, StreamedSequences):
@@ -325,7 +309,6 @@ def check_inputs(trainer: Any, hashes: Digests, arguments: Any, checkpoint: Path
 
 
 def _sequences_digests(datasets_by_name: Mapping[str, Any]) -> dict[str, str]:
-    """Return the SHA-256 of the rows of each `datasets.Dataset`, and of streams; a script may have others, which are left out."""
     from datasets import Dataset
 
     return {
@@ -338,7 +321,7 @@ def _sequences_digests(datasets_by_name: Mapping[str, Any]) -> dict[str, str]:
 
 
 def rows_digest(rows: Any) -> str:
-    """Return the SHA-256 of the rows of a `datasets.Dataset`, wherever their files lie and however they are cut."""
+    """Return the SHA-256 of the rows of a `datasets.Dataset`, independent of its files."""
     import pyarrow
     from pyarrow import compute
 

@@ -1,4 +1,4 @@
-"""The keys of a run that are this package's, or have other defaults than the Trainer's; without torch, for the help."""
+"""The keys of a run that are new or have other defaults than the Trainer's; the help needs no torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,25 +10,22 @@ from midus_hf.config.errors import RequestError
 # Steps that a warning about fewer recommends, and that a short run takes at least.
 ENOUGH_STEPS = 100
 
-# How `HfArgumentParser` reads a flag that may have no value.
 _FLAG = {"nargs": "?", "const": True}
 
 
-# Schedules that the rate of memory values can take: see `Rates`.
 ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
 
-# Kinds of tensor that memory keys can be trained as: see `Rates`.
 MemoryKeys = Literal["constant", "weights"]
 
 
 def short_run_rates(rate: float) -> dict[str, float]:
-    """Return the rates of new parameters in a short run, as keys of `Rates`: ten times the rate for values, which start at zero."""
+    """Return the rates of new parameters in a short run: ten times the rate for values, which are zero."""
     values = float(f"{10 * rate:.15g}")  # rounded, so that ten times 3e-4 is 0.003
     return {"learning_rate": rate, "value_learning_rate": values}
 
 
 def trains_new_parts(keys: Mapping[str, Any], recorded: str | None) -> bool:
-    """Return whether only adapters or new parts are trained, which need higher rates; `recorded` is the record of `upscale`."""
+    """Return whether only adapters or new parts train, which need higher rates; `recorded` is `upscale`'s."""
     if keys.get("adapters") is not None:
         return True
     trainable = keys.get("trainable", "auto")
@@ -44,22 +41,18 @@ class Rates:
 
     Args:
         learning_rate: Maximum rate of everything without a separate rate. Default: 1e-4.
-        memory_learning_rate: Maximum rate of a memory's projections, norms, routers, gates and transforms; follows the
-            schedule. Default: `learning_rate`.
+        memory_learning_rate: Maximum rate of a memory's projections, norms, routers, gates and transforms; follows the schedule.
+            Default: `learning_rate`.
         key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
         value_learning_rate: Rate of memory values only. Default: `key_value_learning_rate`.
-        value_schedule: Schedule of the rate of values. `"constant"`: as for keys (MIDUS). `"fixed"`: with warm-up and
-            schedule (Memory Layers at Scale, Mixture of Chapters). `"4x-to-1x"`: `"fixed"` times a factor that falls
-            linearly from 4 to 1 in the first quarter of the steps (UltraMemV2, appendix E.6: 350 billion of 1.4 trillion
-            tokens). Default: `"constant"` for values in the model, `"fixed"` for blocks of a bank (hierarchical
-            memories, appendix A.2).
-        memory_keys: Training of keys. `"constant"`: at one rate, without decay (MIDUS). `"weights"`: with schedule and
-            decay (Memory Layers at Scale, UltraMemV2). Default: `"constant"`.
+        value_schedule: Schedule of the rate of values. `"constant"`: as for keys (MIDUS). `"fixed"`: with warm-up and schedule
+            (Memory Layers at Scale, Mixture of Chapters). `"4x-to-1x"`: `"fixed"` times a factor that falls linearly from 4 to 1 in
+            the first quarter of the steps (UltraMemV2, appendix E.6: 350 billion of 1.4 trillion tokens). Default: `"constant"` for
+            values in the model, `"fixed"` for blocks of a bank (hierarchical memories, appendix A.2).
+        memory_keys: Training of keys. `"constant"`: at one rate, without decay (MIDUS). `"weights"`: with schedule and decay (Memory
+            Layers at Scale, UltraMemV2). Default: `"constant"`.
         weight_decay: Decay of matrices. Norms and biases have none, nor do constant keys. Default: 0.
         value_weight_decay: Decay of memory values. Default: 0.
-
-    Raises:
-        RequestError: If a value lies outside its range.
     """
 
     learning_rate: float = 1e-4
@@ -89,50 +82,48 @@ class ModelKeys(Rates):
 
     Args:
         model_name_or_path: Folder or Hub id of the model to train. Give this or `config_name`. Default: none.
-        config_name: File, folder or Hub id of a config, to train a new model, initialised at random with `seed`.
-            Default: none.
-        tokenizer_name: Folder or Hub id of the tokenizer, only with `config_name`: a saved model comes with a tokenizer.
-            Default: none.
+        config_name: File, folder or Hub id of a config, to train a new model, initialised at random with `seed`. Default: none.
+        tokenizer_name: Folder or Hub id of the tokenizer, only with `config_name`: a saved model comes with a tokenizer. Default:
+            none.
         attn_implementation: Installed attention, such as `sdpa`, as in `from_pretrained`. Default: transformers' choice.
-        trainable: `"new"` (the added layers and memories), `"all"`, a list of layer indices such as `[3, 7]`, or a list
-            of roles of tensors in added memories such as `[value]`. `"auto"` is `"new"` or `"all"`, as an upscaled
-            model's config says, and `"all"` with `config_name`. Default: `"auto"`.
-        frozen: Roles of memory tensors (`midus_hf.config.declared_tensors.TrainedRole`) that stay frozen regardless
-            of `trainable`. Default: none.
+        trainable: `"new"` (the added layers and memories), `"all"`, a list of layer indices such as `[3, 7]`, or a list of roles of
+            tensors in added memories such as `[value]`. `"auto"` is `"new"` or `"all"`, as an upscaled model's config says, and
+            `"all"` with `config_name`. Default: `"auto"`.
+        frozen: Roles of memory tensors (`midus_hf.config.declared_tensors.TrainedRole`) that stay frozen regardless of `trainable`.
+            Default: none.
         num_train_epochs: Passes over the data, if `max_steps` does not say how many steps. Null: 3, or as many as give 100 steps.
             Default: 1.
-        adapters: LoRA by PEFT, merged into the weights at the end: keys of `LoraConfig` (by default `r` 16, `lora_alpha` 32,
-            and `target_modules` all linear layers), and `layers`. With `layers: base` (default) the base gets adapters and
-            new parts are trained in full; with `all`, all layers get adapters and nothing else trains. Default: none.
-        sparse_values: Compute gradients of large value tables, and update them by AdamW, only in the rows that a step
-            read. Needs `optim` `adamw_torch` or `adamw_torch_fused`, and one process. Default: false.
-        generic_share: Share of the sequences with a path that read the generic memory instead of their path's blocks,
-            resampled each epoch (hierarchical memories, section 4). Default: 1 / 17.
-        base_kl: Weight of the divergence from the base on the text itself, added to the loss; the token that comes next is
-            taken out of both distributions (arXiv:2605.29498). The base is the model without its adapters, or without all that
-            upscaling added, and no parameter of it may train. Costs one more forward pass per step. Default: 0, none.
-        protect: Texts that keep their logits bit for bit when they are the whole input, as `corpus`. Their n-grams are
-            removed from the tables of the trained memories, which must be memories of known n-grams (`engram` with an
-            exact table); no other parameter may train. The texts are computed with and without the memories at the end,
-            and `certificate.json` lists them. Default: none.
-        eval_text: Held-out text as `corpus`, or a mapping from names to several texts, which `eval_strategy` measures as
-            packed sequences: `eval_loss` in nats per token, and `eval_perplexity`. Default: none.
-        bf16: Compute in bfloat16, with trained parameters in float32; otherwise in float32. Default: true if the device
-            computes bfloat16; a line says which.
+        adapters: LoRA by PEFT, merged into the weights at the end: keys of `LoraConfig` (by default `r` 16, `lora_alpha` 32, and
+            `target_modules` all linear layers), and `layers`. With `layers: base` (default) the base gets adapters and new parts are
+            trained in full; with `all`, all layers get adapters and nothing else trains. Default: none.
+        sparse_values: Compute gradients of large value tables, and update them by AdamW, only in the rows that a step read. Needs
+            `optim` `adamw_torch` or `adamw_torch_fused`, and one process. Default: false.
+        generic_share: Share of the sequences with a path that read the generic memory instead of their path's blocks, resampled each
+            epoch (hierarchical memories, section 4). Default: 1 / 17.
+        base_kl: Weight of the divergence from the base on the text itself, added to the loss; the token that comes next is taken out
+            of both distributions (arXiv:2605.29498). The base is the model without its adapters, or without all that upscaling added,
+            and no parameter of it may train. Costs one more forward pass per step. Default: 0, none.
+        protect: Texts that keep their logits bit for bit when they are the whole input, as `corpus`. Their n-grams are removed from
+            the tables of the trained memories, which must be memories of known n-grams (`engram` with an exact table); no other
+            parameter may train. The texts are computed with and without the memories at the end, and `certificate.json` lists them.
+            Default: none.
+        eval_text: Held-out text as `corpus`, or a mapping from names to several texts, which `eval_strategy` measures as packed
+            sequences: `eval_loss` in nats per token, and `eval_perplexity`. Default: none.
+        bf16: Compute in bfloat16, with trained parameters in float32; otherwise in float32. Default: true if the device computes
+            bfloat16; a line says which.
         activation_checkpointing: Recompute activations in the backward pass instead of storing them. Default: false.
         activation_checkpointing_kwargs: Arguments of `torch.utils.checkpoint`. Default: Transformers' choice.
-        resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path resumes from that
-            checkpoint. `"auto"` resumes if there is a whole checkpoint, and otherwise starts from the beginning. Default:
-            false.
+        resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path resumes from that checkpoint.
+            `"auto"` resumes if there is a whole checkpoint, and otherwise starts from the beginning. Default: false.
         lr_scheduler_type: Schedule of the rates, one of Transformers' `SchedulerType`. Default: `"cosine"`.
         warmup_steps: Steps in which the rates rise from 0, or below 1 a share of the steps. Default: 0.1.
         logging_steps: Steps between two losses in the log, or below 1 a share of the steps. Default: 10.
-        save_strategy: When a checkpoint is saved: `"no"`, `"steps"`, `"epoch"` or `"best"`. Default: `"steps"` if `save_steps`
-            is given, else `"no"`.
+        save_strategy: When a checkpoint is saved: `"no"`, `"steps"`, `"epoch"` or `"best"`. Default: `"steps"` if `save_steps` is
+            given, else `"no"`.
         save_steps: Steps between two checkpoints, or below 1 a share of the steps. Default: 500.
         save_total_limit: Number of checkpoints that are kept. Default: 2.
-        eval_strategy: When `eval_text` is measured: `"no"`, `"steps"` or `"epoch"`. Default: `"steps"` if `eval_steps` is given,
-            else `"epoch"` if `eval_text` is.
+        eval_strategy: When `eval_text` is measured: `"no"`, `"steps"` or `"epoch"`. Default: `"steps"` if `eval_steps` is given, else
+            `"epoch"` if `eval_text` is.
         eval_steps: Steps between two measurements, or below 1 a share of the steps. Default: `logging_steps`.
         hub_strategy: What `push_to_hub` pushes, and when: one of Transformers' `HubStrategy`. Default: `"end"`.
         report_to: Services that get the log, such as `tensorboard`, or `"all"` that are installed. Default: `"none"`.
@@ -178,15 +169,14 @@ class TrainKeys(ModelKeys):
     """Keys of `midus train`: those of `ModelKeys`, and of its texts.
 
     Args:
-        corpus: Text to train on: a file, a folder, or the id of a dataset on the Hub, or a list of them.
-            Default: none.
+        corpus: Text to train on: a file, a folder, or the id of a dataset on the Hub, or a list of them. Default: none.
         corpus_name: Configuration of a dataset on the Hub. Default: the dataset's default.
         corpus_split: Split of the corpus. Default: the only one, or `train`.
         text_column: Column that holds the text. Default: `"text"`.
-        path_column: Column with each document's path in a tree of topics, from `midus cluster assign`. Documents are then
-            packed within leaves, and fetch blocks by this path. Default: none.
-        tree: Folder of the tree of topics that gave the paths; it is saved with the model, and paths of another tree
-            are refused. Default: the tree that the corpus names, which is not saved.
+        path_column: Column with each document's path in a tree of topics, from `midus cluster assign`. Documents are then packed
+            within leaves, and fetch blocks by this path. Default: none.
+        tree: Folder of the tree of topics that gave the paths; it is saved with the model, and paths of another tree are refused.
+            Default: the tree that the corpus names, which is not saved.
         sequence_length: T, tokens per sequence. Default: 2048.
         document_mask: Attend only within documents. Default: false, a sequence is one context, as in the papers.
         streaming: Read, tokenise and pack the corpus while training, without a copy on disk. Needs `max_steps`. Each process reads
@@ -216,15 +206,15 @@ class SftKeys(ModelKeys):
     """Keys of `midus sft`: those of `ModelKeys`, and of its chats.
 
     Args:
-        dataset_name: A file of rows (JSON, CSV or Parquet), a folder, or the id of a dataset on the Hub, read as `corpus` of
-            `midus train` is. Default: none.
+        dataset_name: A file of rows (JSON, CSV or Parquet), a folder, or the id of a dataset on the Hub, read as `corpus` of `midus
+            train` is. Default: none.
         dataset_config: Configuration of a dataset on the Hub or of a downloaded one. Default: the dataset's own.
         dataset_train_split: Split of the data. Default: the only one, or `train`.
         max_length: Most tokens of a chat, or of a sequence of packed chats; longer chats are cut. Default: 2048.
-        chat_template_path: Template of chats, saved with the tokenizer: `"chatml"`, or a file with a Jinja template that has
-            `{% generation %}` around answers. Default: the tokenizer's own, for training in TRL's version.
-        assistant_only_loss: Compute the loss only on answers: messages of the assistant with their end tokens, or
-            completions. Default: true.
+        chat_template_path: Template of chats, saved with the tokenizer: `"chatml"`, or a file with a Jinja template that has `{%
+            generation %}` around answers. Default: the tokenizer's own, for training in TRL's version.
+        assistant_only_loss: Compute the loss only on answers: messages of the assistant with their end tokens, or completions.
+            Default: true.
         activation_checkpointing: Recompute activations in the backward pass instead of storing them. Default: true.
         completion_only_loss: Compute the loss only on completions, of rows that have them. Default: as `assistant_only_loss`.
         packing: Pack several short chats into a sequence, without attention between them. Default: false.

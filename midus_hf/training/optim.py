@@ -1,4 +1,4 @@
-"""What trains: the choice of parameters, their dtypes, and the optimizer's groups with the schedule of each rate."""
+"""What trains: the parameters, their dtypes, and the optimizer's groups with their schedules."""
 
 import dataclasses
 import math
@@ -37,8 +37,7 @@ class TrainableReport:
         parameters: Number of parameters that train.
         total_parameters: Number of all parameters; tied ones count once.
         frozen: Roles of memory tensors that were excluded from training. Default: none.
-        blocks: Number of parameters in the checkpoint's banks, whose blocks are trained when texts fetch them.
-            Default: 0.
+        blocks: Number of parameters in the checkpoint's banks, trained when texts fetch them. Default: 0.
         fetched: Number of parameters of the blocks that a text fetches. Default: 0.
     """
 
@@ -66,7 +65,7 @@ class TrainableReport:
 
 
 def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolved:
-    """Replace `"auto"` by the config's choice, and refuse invalid choices, or those that are not in the model."""
+    """Replace `"auto"` by the config's choice; refuse choices that are invalid or not in the model."""
     record, kind = record_of(config) or UpscaleRecord(), config.model_type
     resolved: Any = record.trainable if trainable == "auto" else trainable
     if trainable == "auto" and resolved not in ("new", "all"):
@@ -104,23 +103,21 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
 def set_trainable(
     model: PreTrainedModel | ModelView, trainable: Trainable = "auto", frozen: Sequence[TrainedRole] = ()
 ) -> TrainableReport:
-    """Set `requires_grad` of every parameter. By default, train the parameters that the method's paper trains.
+    """Set `requires_grad` of every parameter; by default train what the method's paper trains.
 
-    With `"new"`, only added layers train, whole, and memories attached to layers of the base. An added memory that fetches
-    blocks trains the blocks of all banks, since a text reads one path in all of them. With a list of indices, these layers train
-    whole; with a list of roles, only the tensors of these roles in the added memories. The head of another task than language
-    modelling always trains. `"auto"` is the choice that the config of an upscaled model records for its method: `"new"` or `"all"`.
+    With `"new"`, added layers train whole, and memories attached to layers of the base. An added memory that fetches blocks trains
+    the blocks of all banks, since a text reads one path in all of them. With a list of indices, these layers train whole; with a list
+    of roles, only these tensors of the added memories. A head of another task than language modelling always trains. `"auto"` is the
+    choice that an upscaled model's config records: `"new"` or `"all"`.
 
     Args:
         model: A causal language model, or a model with another head, whose decoder has `layers`; or its view.
-        trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or a list of roles of memory tensors. Default:
-            `"auto"`.
-        frozen: Roles of memory tensors that stay frozen whatever `trainable` says, in all memories of the model.
-            Default: none.
+        trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or a list of roles of memory tensors. Default: `"auto"`.
+        frozen: Roles of memory tensors that stay frozen whatever `trainable` says, in all memories. Default: none.
 
     Raises:
-        RequestError: If `resolve_trainable` raises it; if the model is wrapped by PEFT, whose config decides this; if
-            a role in `frozen` has no tensor that would be trained, or nothing is left to train.
+        RequestError: If `resolve_trainable` raises it; if the model is wrapped by PEFT, whose config decides this; if a role in
+            `frozen` has no tensor that would be trained, or nothing is left to train.
     """
     view = model if isinstance(model, ModelView) else ModelView(model)
     kind = view.model.config.model_type
@@ -178,7 +175,6 @@ def set_trainable(
 
 
 def _tensors_of(modules: Iterable[nn.Module], roles: Sequence[Any]) -> list[nn.Parameter]:
-    """Return the parameters that have one of the roles in a memory within the modules."""
     memories = [each for module in modules for each in module.modules() if isinstance(each, DeclaredModule)]
     parameters = [(memory.names_of(*roles), dict(memory.named_parameters())) for memory in memories]
     return [by_name[name] for names, by_name in parameters for name in names if name in by_name]
@@ -192,9 +188,8 @@ def num_trained(module: nn.Module) -> int:
 def cast_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dtype]:
     """Cast every parameter to its dtype during training; return the previous dtypes for `restore_dtypes`.
 
-    Without `bf16`, everything is in float32. With `bf16`, where autocast computes in bfloat16, trained parameters
-    are kept in float32, since bfloat16 would lose most updates of a small rate to rounding; frozen parameters
-    keep their dtype. Running statistics of memories are kept in float32 for the same reason.
+    Without `bf16`, everything is in float32. With `bf16`, where autocast computes in bfloat16, trained parameters and running
+    statistics are kept in float32, since bfloat16 would lose small updates to rounding; frozen parameters keep their dtype.
     """
     dtypes = {}
     for name, tensor in _held(model):
@@ -206,13 +201,12 @@ def cast_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dty
 
 
 def restore_dtypes(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
-    """Cast everything back to the dtype that it had before `cast_for_training`. For frozen tensors this is exact."""
+    """Undo `cast_for_training`; exact for frozen tensors."""
     for name, tensor in _held(model):
         tensor.data = tensor.data.to(dtypes[name])
 
 
 def _held(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters of a model, and the buffers of its memories, with their full names."""
     held: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
     for prefix, module in model.named_modules():
         if isinstance(module, DeclaredModule):
@@ -228,21 +222,19 @@ def whole_numel(parameter: torch.Tensor) -> int:
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     """Split the trained parameters into groups for an optimizer.
 
-    Keys and values of memories do not decay and keep one rate throughout, unless values have a decay or a schedule, or
-    keys count as weights. Everything else follows the schedule, and matrices decay, but not norms or biases. The memory modules
-    say which parameters are keys and values, so a wrapper that renames parameters changes no group.
+    Keys and values of memories do not decay and keep one rate, unless values have a decay or a schedule, or keys count as weights.
+    Everything else follows the schedule; matrices decay, norms and biases do not. Memory modules say which parameters are keys and
+    values, so renaming by a wrapper changes no group.
 
     Args:
         model: A model with `requires_grad` set.
         rates: Rate and decay of each kind of tensor.
 
     Returns:
-        Groups with `params`, `name`, `lr`, `weight_decay` and `schedule`. The groups are, in this order, `decay`,
-        `no_decay`; `memory`, `memory_no_decay` if other memory tensors have a separate rate; `keys`; `values`. Groups
-        without parameters are left out. Blocks of a bank are not parameters: if they are trained, a last group `blocks` has the
-        rate and decay of values, and follows the schedule unless `rates.value_schedule` says otherwise. `schedule` is
-        `"fixed"` (the run's), `"constant"` or `"4x-to-1x"`. Keys and values come late because a Trainer logs the rate of
-        the first group.
+        Groups with `params`, `name`, `lr`, `weight_decay` and `schedule`, in this order, without empty ones: `decay`, `no_decay`;
+        `memory`, `memory_no_decay` if other memory tensors have a separate rate; `keys`; `values` (late, because a Trainer logs the
+        rate of the first group); `blocks` if blocks of a bank are trained, with the rate and decay of values and, unless
+        `rates.value_schedule` differs, the schedule. `schedule` is `"fixed"` (the run's), `"constant"` or `"4x-to-1x"`.
 
     Raises:
         RequestError: If nothing is trained.
@@ -300,18 +292,17 @@ def group_schedules(
     warmup_steps: float = 0.1,
     lr_scheduler_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Return a scheduler with one schedule per group: the run's schedule, a constant rate, or `"4x-to-1x"`.
+    """Return a scheduler with one schedule per group: the run's, a constant rate, or `"4x-to-1x"`.
 
-    `"4x-to-1x"` is the schedule times a factor that decreases linearly from 4 to 1 in the first quarter of the steps.
+    `"4x-to-1x"` is the schedule times a factor that falls linearly from 4 to 1 in the first quarter of the steps.
     `"reduce_lr_on_plateau"` does not change groups with a constant rate.
 
     Args:
         optimizer: An optimizer built on `parameter_groups`.
         total_steps: Steps of the run.
         lr_scheduler_type: Name of a schedule of transformers that scales the maximum rate. Default: `"cosine"`.
-        warmup_steps: Steps in which the rate rises from zero, or a share of all steps, rounded up, if below 1. Default:
-            0.1.
-        lr_scheduler_kwargs: Other arguments of the schedule, as in `TrainingArguments`. Default: None, no others.
+        warmup_steps: Steps in which the rate rises from zero, or if below 1 a share of all steps, rounded up. Default: 0.1.
+        lr_scheduler_kwargs: Other arguments of the schedule, as in `TrainingArguments`. Default: None.
 
     Raises:
         RequestError: If the schedule does not scale the maximum rate.

@@ -1,4 +1,4 @@
-"""The output folder of a run: its lock, the record of the arguments, and the trained model, which appears as a whole."""
+"""The output folder of a run: its lock, the record of the arguments, and the trained model."""
 
 import contextlib
 import dataclasses
@@ -46,24 +46,22 @@ Result = TypeVar("Result")
 
 
 class PartialSaveError(RuntimeError):
-    """Error of a run whose results could not all be written; the message says what is on disk, and where."""
+    """Error of a run with results that could not be written; the message says what is on disk."""
 
 
 @contextlib.contextmanager
 def open_output(arguments: Any) -> Iterator[Path | None]:
-    """Lock and create the output of a run in its main process, and yield the checkpoint to resume from, if there is one.
+    """Lock and create a run's output in its main process; yield the checkpoint to resume from, if any.
 
-    At the end the output is unlocked, and removed if it contains nothing but the record of the run.
-
-    Raises:
-        RequestError: If the run may not write there; in all processes.
+    At the end the output is unlocked, and removed if it contains only the record of the run. If the run may not write there, all
+    processes raise `RequestError`.
     """
     with contextlib.ExitStack() as opened:
         yield in_main_process(arguments, lambda: _open_here(arguments, opened))
 
 
 def in_main_process(arguments: Any, work: Callable[[], Result]) -> Result:
-    """Do work in the main process, and return its result, or raise its `RequestError`, in all processes."""
+    """Do work in the main process; return its result, or raise its `RequestError`, in all processes."""
     outcome: list[Any] = [None, None]  # the result or error of the main process
     refused: RequestError | None = None
     if arguments.process_index == 0:
@@ -122,7 +120,7 @@ def _remove_unused_output(output: Path) -> None:
 
 
 def _check_same_run(record: Mapping[str, Any], path: Path) -> None:
-    """Refuse changed keys when a run is resumed, since a run keeps its schedule and data; the path is that of its record."""
+    """Refuse changed keys when a run is resumed: schedule and data must stay the same."""
     if not path.is_file():
         return
     earlier = for_record(read_mapping(path))
@@ -141,7 +139,7 @@ def _check_same_run(record: Mapping[str, Any], path: Path) -> None:
 
 @contextlib.contextmanager
 def saving_to(output: Path) -> Iterator[None]:
-    """Raise a `PartialSaveError` that says what is in the output, and the free space, if writing within the context fails."""
+    """Raise a `PartialSaveError` with the output's state and free space if writing in the context fails."""
     try:
         with convert_disk_errors(output):
             yield
@@ -158,7 +156,7 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     files: Mapping[str, bytes],
 ) -> list[str]:
-    """Save the whole trained model, with its dtypes and config as they were loaded; all processes call this.
+    """Save the whole trained model, with its dtypes and config as loaded; all processes call this.
 
     Weights are kept if other files cannot be written.
 
@@ -168,7 +166,7 @@ def save_model(
         dtypes: The dtypes that tensors had before `cast_for_training`, by their names.
         uses_cache: `use_cache` of the config that was loaded.
         tokenizer: The tokenizer, saved with it.
-        files: Contents of other files that accompany it, by their names; a card gets a section on the training.
+        files: Contents of accompanying files, by their names; a card gets a section on the training.
 
     Returns:
         A phrase about each file other than weights that could not be written.
@@ -238,7 +236,6 @@ def _write_files(
     tokenizer: PreTrainedTokenizerBase,
     files: Mapping[str, bytes],
 ) -> list[str]:
-    """Write the files other than config and weights, and return a phrase about each that cannot be written; the others are."""
     shared = dataclasses.replace(state, best_model_checkpoint=for_record(state.best_model_checkpoint))
     writers: dict[str, Callable[[], object]] = {
         TRAINER_STATE: lambda: shared.save_to_json(str(folder / TRAINER_STATE)),
@@ -263,7 +260,7 @@ def _write_files(
 
 
 def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
-    """Append the section "Trained with" to a model card: steps, losses, held-out texts before and after, and keys."""
+    """Append "Trained with" to a model card: steps, losses, held-out texts before and after, and keys."""
     losses = [event["loss"] for event in state.log_history if "loss" in event]
     final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
     best = state.best_model_checkpoint if arguments.load_best_model_at_end else None
@@ -296,7 +293,7 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
 
 
 def _shared(value: Any) -> Any:
-    """Return a recorded value with paths that exist here cut to their last part, since cards are shared."""
+    """Return a recorded value with paths that exist here cut to their last part, as cards are shared."""
     if isinstance(value, dict):
         return {key: _shared(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -306,7 +303,7 @@ def _shared(value: Any) -> Any:
 
 
 def new_card(arguments: Any, model_type: str) -> bytes:
-    """Return the card of a model made from a config, without the section on training; the card names no base."""
+    """Return the card of a model made from a config, which names no base, before the training section."""
     text = f"""---
 library_name: transformers
 pipeline_tag: text-generation

@@ -1,4 +1,4 @@
-"""FSDP and DeepSpeed, for any kind of Trainer: a sharded model is saved whole; a run that would silently not shard is refused."""
+"""FSDP and DeepSpeed for any Trainer: whole models are saved, and setups that do not shard refused."""
 
 import dataclasses
 import json
@@ -14,10 +14,10 @@ from midus_hf.training.checkpoints import has_optimizer_state
 
 
 def prepare_sharing(trainer: Any) -> None:
-    """Prepare FSDP or DeepSpeed for a Trainer's model; refuse setups that would not shard, or would round frozen weights.
+    """Prepare FSDP or DeepSpeed for a model; refuse setups that would not shard, or round frozen weights.
 
-    FSDP2 is given the layer classes of the model, unless the user named them, and computes in lower precision but
-    reduces gradients and returns losses in float32.
+    FSDP2 gets the layer classes of the model unless the user named them; it computes in lower precision, but reduces gradients and
+    returns losses in float32.
     """
     for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
         if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true" and not enabled:
@@ -84,14 +84,14 @@ def _is_zero_3(trainer: Any) -> bool:
 
 
 def shares_parameters(trainer: Any) -> bool:
-    """Return whether each process holds only a shard of every parameter, by FSDP, or by ZeRO-3 once it has the model."""
+    """Return whether each process holds only shards, by FSDP, or by ZeRO-3 once it has the model."""
     if trainer.is_deepspeed_enabled:
         return _is_zero_3(trainer) and getattr(trainer, "deepspeed", None) is not None
     return trainer.is_fsdp_enabled
 
 
 def dtype_of_deepspeed(trainer: Any) -> str | None:
-    """Return the dtype that DeepSpeed casts the whole model to, by the run's bf16 or DeepSpeed's file, or None."""
+    """Return the dtype that DeepSpeed casts the model to, by the run's bf16 or DeepSpeed's file, or None."""
     if trainer.args.bf16:
         return "bfloat16"
     dtypes = {"bf16": "bfloat16", "fp16": "float16"}
@@ -100,10 +100,7 @@ def dtype_of_deepspeed(trainer: Any) -> str | None:
 
 
 def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
-    """Refuse a checkpoint without the optimizer, or whose processes sharded differently; note state that is not restored.
-
-    A Trainer that finds no moments, no schedule or no random numbers would continue silently.
-    """
+    """Refuse a checkpoint without optimizer or of other sharding, which a Trainer would accept silently."""
     if not has_optimizer_state(checkpoint):
         raise RequestError(
             f"{checkpoint} has no optimizer and no schedule, as save_only_model saves it; expected a complete checkpoint. Start the "
@@ -129,10 +126,7 @@ def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
 
 
 def save_gathered(trainer: Any, output_dir: str | None) -> None:
-    """Save a sharded model, in the dtypes of `trainer.saved_dtypes`, and upload it if the arguments say so.
-
-    All processes call this. The others do not wait for the first, whose disk may be full.
-    """
+    """Save a sharded model in `trainer.saved_dtypes`, and upload it if asked; all processes call this."""
     # DeepSpeed returns the model in the first process, and nothing in the others.
     state: dict[str, torch.Tensor] | None = trainer.accelerator.get_state_dict(
         trainer.model if trainer.is_fsdp_enabled else trainer.deepspeed

@@ -1,7 +1,7 @@
-"""Protected texts: they keep their logits, bit for bit, while a memory of known n-grams learns other texts.
+"""Protected texts: they keep their logits, bit for bit, while a memory of known n-grams learns others.
 
-A memory adds zero to a token if neither it nor an earlier one reads a row. So before training, the n-grams of protected texts are
-removed from the table; afterwards the texts are computed with and without the memory, compared, and a certificate is written.
+A memory adds zero to a token if neither it nor an earlier one reads a row. So the n-grams of protected texts are removed from the
+table before training; afterwards the texts are compared with and without the memory, and a certificate is written.
 """
 
 import json
@@ -35,13 +35,12 @@ from midus_hf.sources.progress import show_progress
 from midus_hf.sources.tokenizers import without_suffix_tokens
 
 _TOKENS_PER_PASS = 1024
-# Number of removed n-grams that are shown.
 _SHOWN = 4
 _FAULT = "This is a fault of midus_hf: please report it."
 
 
 class Protection:
-    """Texts that are protected in a run; their n-grams are removed from the tables of the model before training."""
+    """Texts protected in a run; their n-grams are removed from the model's tables before training."""
 
     def __init__(self, model: Any, tokenizer: Any, sources: Sequence[str], text_column: str):
         read = [list(read_corpus(each, text_column=text_column, key="protect")[text_column]) for each in sources]
@@ -72,7 +71,6 @@ class Protection:
         )
 
     def check_checkpoint(self, model: Any, checkpoint: Path) -> None:
-        """Refuse a checkpoint whose tables were made with other protected texts."""
         path = checkpoint / TRAINED_FILE
         if not path.is_file():
             return
@@ -86,7 +84,7 @@ class Protection:
                     )
 
     def certify(self, model: Any, folder: Path) -> None:
-        """Compute the texts with and without the memories, and write the certificate and the section of the saved model's card."""
+        """Compare the texts with and without the memories; write the certificate and the card's section."""
         count = f"{sum(map(len, self.texts.values())):,}"
         print(f"the model is saved; comparing {count} protected texts with and without the memory", flush=True)
         texts = []
@@ -122,7 +120,6 @@ class Protection:
 
 
 def _labels(sources: Sequence[str]) -> list[str]:
-    """Return the last part of each path or id, followed by a number if several have the same."""
     names = [Path(source).name for source in sources]
     return [
         f"{name} {names[:number].count(name) + 1}" if names.count(name) > 1 else name
@@ -131,7 +128,6 @@ def _labels(sources: Sequence[str]) -> list[str]:
 
 
 def _text_of(key: int, tokenizer: Any) -> str:
-    """Return the text of an n-gram of a table, with the first of the tokens that count as the same."""
     ids: list[int] = []
     while key:
         key, number = divmod(key, TOKEN_NUMBER_LIMIT)
@@ -160,14 +156,14 @@ midus look touched MODEL --text PROTECTED --prove
 
 
 class TextComparison(NamedTuple):
-    """The number of tokens of documents, and the numbers of those whose logits differ with and without memories."""
+    """Numbers of tokens of documents, and of those with different logits with and without memories."""
 
     tokens: int
     differing: list[int]
 
 
 def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]) -> TextComparison:
-    """Compare the logits of documents, bit for bit, with and without the named memories, in passes of at most 1,024 tokens."""
+    """Compare logits of documents with and without the named memories, in passes of at most 1,024 tokens."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS_PER_PASS)
     total, differing, tokenizer = 0, [], without_suffix_tokens(tokenizer)
     with evaluating(model):

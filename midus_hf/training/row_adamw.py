@@ -1,4 +1,4 @@
-"""AdamW that updates only the rows of a table that a step read (lazy Adam), and gradients of these rows."""
+"""AdamW that updates only the rows of a table that a step read (lazy Adam), and their gradients."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +40,7 @@ def check_sparse_values(trainer: Any) -> None:
 
 @contextlib.contextmanager
 def row_gradients(model: nn.Module) -> Iterator[None]:
-    """Make gradients of large tables sparse tensors of the rows that were read, within the context."""
+    """Make gradients of large tables sparse tensors of the rows read, within the context."""
     readers = _row_readers(model)
     for reader in readers:
         reader.sparse_gradient = True
@@ -52,7 +52,7 @@ def row_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def clip_rows(tables: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Coalesce the sparse gradients of tables, and scale them down to a joint norm of `max_norm`; return the norm before."""
+    """Coalesce sparse gradients, scale them to a joint norm of `max_norm`; return the norm before."""
     gradients = []
     for table in tables:
         assert table.grad is not None
@@ -69,18 +69,16 @@ def _row_readers(model: nn.Module) -> list[Any]:
 
 
 class RowAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` whose gradients may be sparse tensors of rows, as `torch.optim.SparseAdam` takes them.
+    """`torch.optim.AdamW` for gradients that may be sparse tensors of rows, as `torch.optim.SparseAdam`.
 
-    Rows without a gradient stay unchanged: no update, no decay, the same moments. All other rows get the update of
-    AdamW, whose bias correction counts the steps of the whole table. The time of a step is proportional to the rows that
-    were read. Moments exist only for the U rows that any step has read, `[U, v]`, in the order in which they were first read;
-    the state lists these rows as `rows`, `[U]`, int64. An index takes another four bytes per row of the table.
-    The gradient of a table is sparse in all steps, or dense in all.
+    Rows without a gradient stay unchanged: no update, no decay, the same moments. Other rows get AdamW's update, whose bias
+    correction counts the steps of the whole table. A step takes time proportional to the rows read. Moments `[U, v]` exist for the U
+    rows that any step has read, in the order of first reading; the state lists these rows as `rows`, `[U]`, int64. An index takes
+    four bytes per row of the table. The gradient of a table is sparse in all steps, or dense in all.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take one optimization step, as `Optimizer.step` does."""
         pairs = [(group, table) for group in self.param_groups for table in group["params"]]
         tables = [
             (group, table, table.grad) for group, table in pairs if table.grad is not None and table.grad.is_sparse
@@ -97,7 +95,6 @@ class RowAdamW(torch.optim.AdamW):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as `Optimizer.state_dict` does, without the spare capacity of moments."""
         for state in self.state.values():
             for key in _MOMENTS if "rows" in state else ():
                 if state[key].untyped_storage().nbytes() > state[key].nbytes:
@@ -105,7 +102,7 @@ class RowAdamW(torch.optim.AdamW):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as `Optimizer.load_state_dict` does, but keep `rows` in int64, not in the table's dtype."""
+        """Load a state as `Optimizer.load_state_dict` does, but keep `rows` in int64."""
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         tables = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -137,7 +134,7 @@ class RowAdamW(torch.optim.AdamW):
         flat.index_copy_(0, rows, updated)
 
     def _places(self, table: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the positions, int64, of the moments of rows; give new rows a position and zero moments."""
+        """Return the int64 positions of the moments of rows; new rows get zero moments."""
         known: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = self.__dict__.setdefault("_known", {})
         state = self.state[table]
         seen, place_of_row = known.get(table, (None, None))
@@ -156,7 +153,6 @@ class RowAdamW(torch.optim.AdamW):
 
 
 def _longer(moment: torch.Tensor, length: int, most: int) -> torch.Tensor:
-    """Return a moment `[U, ...]` extended by zeros to `[length, ...]`, in a larger storage if the present one is full."""
     # The unused end of a storage is not written, so that a CPU commits no memory to it.
     used, row = len(moment), moment.shape[1:]
     if moment.untyped_storage().nbytes() < length * row.numel() * moment.element_size():

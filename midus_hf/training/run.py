@@ -48,7 +48,6 @@ from midus_hf.training.parallel import check_checkpoint
 from midus_hf.training.protection import Protection
 from midus_hf.training.trainer import MemoryTrainer
 
-# What a run says without the key `bf16`, by what its device computes.
 _CHOSEN_DTYPE = {
     True: "this device computes bfloat16: the run computes in it, with trained parameters in float32; set bf16 to choose",
     False: "this device does not compute bfloat16: the run computes in float32; set bf16 to choose",
@@ -64,8 +63,8 @@ class TrainResult:
         steps: Number of optimizer steps, including steps before a resumption.
         tokens: Number of tokens that all processes trained on, including tokens before a resumption.
         loss: Mean loss of the last log event; None if there was none.
-        log: Events of the Trainer's log (`log_history`), also those before a resumption. The last has the numbers of trained
-            parameters and of bytes of peak memory.
+        log: The Trainer's `log_history`, including events before a resumption. The last has the numbers of trained parameters and of
+            bytes of peak memory.
     """
 
     output: str
@@ -78,7 +77,7 @@ class TrainResult:
 def make_memory_trainer(
     model: PreTrainedModel, arguments: TrainArguments, tokenizer: PreTrainedTokenizerBase, texts: RunTexts
 ) -> MemoryTrainer:
-    """Return the Trainer of a model on packed texts, after checking that its banks belong to the tree of the run or its paths."""
+    """Return a Trainer on packed texts, checking that the model's banks belong to the run's tree or paths."""
     if arguments.tree is not None or texts.tree is not None:
         use_tree(model, arguments.tree, texts.tree)
     return MemoryTrainer(
@@ -95,8 +94,8 @@ def run_training(
 ) -> TrainResult:
     """Pretrain a model on text, from its weights or from scratch.
 
-    It prints what is trained, and writes to `arguments.output_dir` the trained model and its tokenizer,
-    checkpoints, the Trainer's log (`trainer_state.json`) and the arguments (`train_config.yaml`).
+    It prints what is trained, and writes to `arguments.output_dir` the trained model and its tokenizer, checkpoints, the Trainer's
+    log (`trainer_state.json`) and the arguments (`train_config.yaml`).
 
     Args:
         arguments: `TrainArguments`, or other `MemoryArguments` that `read` and `make_trainer` take.
@@ -176,12 +175,9 @@ def run_training(
 
 
 def measure_texts(arguments: TrainArguments) -> dict[str, float]:
-    """Evaluate held-out texts as during training, and return the loss of each, in nats per token, by its name.
+    """Evaluate held-out texts as during training; return the loss of each in nats per token, by name.
 
     The name of a single text is `""`. Files that the Trainer writes to `arguments.output_dir` are removed.
-
-    Raises:
-        RequestError: If the arguments are wrong.
     """
     config = load_config(arguments)
     tokenizer = load_run_tokenizer(arguments)
@@ -200,7 +196,6 @@ class TrainingError(RuntimeError):
 
 
 def _freeze(view: ModelView, arguments: MemoryArguments) -> tuple[Any, str]:
-    """Freeze untrained parameters, or add adapters; return the model, wrapped then, and a sentence on what is trained."""
     if arguments.adapters is None:
         return view.model, str(set_trainable(view, arguments.trainable, arguments.frozen))  # type: ignore[arg-type]
     from midus_hf.training.adapters import add_adapters
@@ -210,7 +205,6 @@ def _freeze(view: ModelView, arguments: MemoryArguments) -> tuple[Any, str]:
 
 
 def _make(make_trainer: Callable[..., Any], model: Any, arguments: Any, tokenizer: Any, texts: RunTexts) -> Any:
-    """Make a Trainer, and import its optimizer's package, which may be absent."""
     for name in arguments.report_to or ():
         if not getattr(integration_utils, f"is_{name}_available", lambda: True)():
             raise RequestError(
@@ -254,7 +248,6 @@ def _interruption_message(trainer: Any, output: Path) -> str:
 
 
 def _totals(trainer: Any) -> dict[str, int]:
-    """Return the number of trained parameters, and what PyTorch has allocated on a GPU at most, else the process's memory."""
     blocks = sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a model on chats, which TRL tokenizes, truncates and packs; the rest is as in any run."""
+"""Supervised fine-tuning on chats, which TRL tokenizes, truncates and packs."""
 
 import copy
 import dataclasses
@@ -43,13 +43,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclasses.dataclass(repr=False)
 class SftArguments(SftKeys, MemoryArguments, SFTConfig):
-    """Arguments of `midus sft`: the keys of TRL's `SFTConfig`, and `SftKeys`.
-
-    Keys of TRL that would have no effect are refused (`REFUSED`).
-
-    Raises:
-        RequestError: If a value lies outside its range or contradicts another.
-    """
+    """Arguments of `midus sft`: the keys of TRL's `SFTConfig`, except `REFUSED` ones, and `SftKeys`."""
 
     gradient_checkpointing: bool | None = None  # type: ignore[assignment]  # an older name, of Transformers and TRL
 
@@ -73,7 +67,7 @@ class SftArguments(SftKeys, MemoryArguments, SFTConfig):
 
 
 def finetune(arguments: SftArguments) -> TrainResult:
-    """Fine-tune a model on chats, or on prompts and their completions; files, log and errors are those of `run_training`."""
+    """Fine-tune a model on chats or completions; files, log and errors are those of `run_training`."""
     return run_training(arguments, read_chat_texts, make_sft_trainer)
 
 
@@ -139,7 +133,7 @@ def make_sft_trainer(
 
 
 def _check_banks(model: Any, arguments: SftArguments) -> None:
-    """Print what chats read from a model's bank, and refuse to train only blocks, which chats do not fetch."""
+    """Print what chats read of a model's bank; refuse to train only blocks, which chats do not fetch."""
     banks: dict[str, Any] = block_layouts(model.config.memories()) if isinstance(model.config, MemoryConfig) else {}
     if not banks:
         return
@@ -156,14 +150,14 @@ def _check_banks(model: Any, arguments: SftArguments) -> None:
 
 
 def has_loss(labels: list[int], lengths: Sequence[int] = ()) -> bool:
-    """Return whether a sequence of one or several texts has a token with a loss; the first token of a text is not predicted."""
+    """Return whether a sequence has a token with a loss; the first token of each text is not predicted."""
     learned = np.asarray(labels) != IGNORED_LABEL
     learned[np.cumsum([0, *lengths[:-1]])[: len(learned)]] = False
     return bool(learned.any())
 
 
 def _stop_after_answers(model: Any, tokenizer: "PreTrainedTokenizerBase", answer: Sequence[int]) -> None:
-    """Make generation stop at the special token that ends answers, found in some whole answers; warn if they end in text."""
+    """Make generation stop at the special token that ends answers; warn if they end in text."""
     # Some templates also mark the line break after the token that ends an answer.
     last = next((token for token in reversed(answer) if str(tokenizer.decode([token])).strip()), None)
     added = tokenizer.added_tokens_decoder
@@ -193,7 +187,7 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
         self.processing_class = None
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool, *others: Any) -> Any:
-        """Return tokens and labels as TRL makes them, for chats in two steps, since checks need them before truncation."""
+        """Return TRL's tokens and labels, for chats in two steps: checks need them before truncation."""
         if "input_ids" in dataset.column_names:  # a held-out text, which is packed
             return super()._prepare_dataset(dataset, processing_class, args, False, *others)
         whole = copy.copy(args)
@@ -215,7 +209,6 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
 
 
 def _refuse_row(dataset: Any, tokenizer: "PreTrainedTokenizerBase", template: str | None, arguments: Any) -> None:
-    """Raise a `RequestError` about the first chat that a template refuses, if there is one."""
     for number, row in enumerate(dataset, start=1):
         messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
         if not isinstance(messages[0], dict):

@@ -1,4 +1,4 @@
-"""Rows of instruction data in the formats that TRL reads; refused rows are named, and ignored columns are listed."""
+"""Rows of instruction data in TRL's formats; messages name refused rows and ignored columns."""
 
 import json
 import re
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-# Columns of the formats, in the order in which they are tried.
 _FORMATS = tuple(
     tuple(columns.split())
     for columns in ("messages", "conversations", "prompt completion", "instruction output", "instruction response")
@@ -53,10 +52,9 @@ CHATML = (
 
 
 def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset":
-    """Return the rows of a run as TRL reads them: `messages`, or `prompt` and `completion`, with `tools` if there are any.
+    """Return a run's rows as TRL reads them: `messages`, or `prompt` and `completion`, and any `tools`.
 
-    Columns and keys of messages that are not read are listed on standard error. If the rows are chats, the tokenizer gets the
-    template of the arguments.
+    Unread columns and keys of messages are listed on standard error. For chats, the tokenizer gets the template of the arguments.
     """
     source = arguments.dataset_name
     rows = read_rows("dataset_name", source, split=arguments.dataset_train_split, name=arguments.dataset_config)
@@ -79,7 +77,6 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
 
 
 def _format_of(source: str, columns: list[str]) -> tuple[str, ...]:
-    """Return the columns of the format that rows with these columns have, or refuse them."""
     for expected in _FORMATS:
         if set(expected) <= set(columns):
             return expected
@@ -93,13 +90,12 @@ def _format_of(source: str, columns: list[str]) -> tuple[str, ...]:
 def _converted(
     rows: "Dataset", columns: tuple[str, ...], template: str | None, source: str
 ) -> tuple["Dataset", list[str]]:
-    """Return rows of a format as TRL reads them, and the keys of messages that nothing reads; texts have no template."""
     from datasets import Features, Value
 
     from midus_hf.data.readers import JsonText
 
     unread: set[str] = set()
-    # A table has every key in each row of a column of objects, null where the row has none. So chats are stored as JSON.
+    # A table has each key in every row, null where the row has none, so chats are stored as JSON.
     filled = {column.name for column in rows.data.schema if "struct<" in str(column.type)}
 
     def convert(row: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -132,7 +128,7 @@ def _converted(
 
 
 def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> None:
-    """Set a tokenizer's template: "chatml", or a file with a Jinja template; None keeps the tokenizer's."""
+    """Set a tokenizer's template: "chatml", or a file with a Jinja template; None keeps its own."""
     if named == "chatml":
         if not all(token in tokenizer.get_vocab() for token in _CHATML_TOKENS):
             raise RequestError(
@@ -156,7 +152,6 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> Non
 
 
 def _check_marks_answers(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Refuse a template if neither it nor TRL's version of it marks answers."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     template: Any = tokenizer.chat_template
@@ -174,7 +169,7 @@ def _check_marks_answers(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def check_written(chat: Mapping[str, Any], template: str) -> None:
-    """Raise a `RequestError` if a chat has variables or keys of messages, other than text, that a template does not use."""
+    """Refuse a chat with variables or message keys, other than text, that a template does not use."""
     variables = [*(["tools"] if chat.get("tools") else []), *(chat.get("chat_template_kwargs") or {})]
     messages = [message for column in ("messages", "prompt", "completion") for message in chat.get(column, ())]
     keys = [key for key in _WRITTEN if any(message.get(key) for message in messages)]
@@ -186,7 +181,7 @@ def check_written(chat: Mapping[str, Any], template: str) -> None:
 
 
 def reads_key(template: str, key: str) -> bool:
-    """Return whether a template reads a key of messages, as opposed to text such as `<thinking>` or a variable."""
+    """Return whether a template reads a message key, not just text such as `<thinking>` or a variable."""
     return re.search(rf"[.'\"]{re.escape(key)}\b", template) is not None
 
 
@@ -204,7 +199,7 @@ def as_texts(row: Row) -> dict[str, str]:
 
 
 def as_chat(row: Row, columns: tuple[str, ...]) -> dict[str, Any]:
-    """Return lists of messages, with `tools` and `chat_template_kwargs` if the row has them; refuse what would be lost."""
+    """Return lists of messages, with any `tools` and `chat_template_kwargs`; refuse what would be lost."""
     if columns[0] == "instruction":
         chat: dict[str, Any] = {"messages": _instructed(row, columns[1])}
     else:
@@ -228,7 +223,6 @@ def as_chat(row: Row, columns: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
-    """Return the turns of `history`, then an instruction, followed by its context if there is any, and its answer."""
     turns = row.get("history") or []
     if not isinstance(turns, list) or not all(
         isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
@@ -246,7 +240,6 @@ def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the names of TRL, parsed calls and without keys that are null."""
     message = {key: value for key, value in message.items() if value is not None}
     for name, key in (("from", "role"), ("value", "content")):
         if name in message and key not in message:
@@ -273,7 +266,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """Return a call of a tool, with JSON text of arguments parsed, since some templates would encode it again."""
+    """Return a tool call with parsed arguments: some templates would encode JSON text again."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"the call {call!r:.60} in 'tool_calls'; expected a name and arguments. Correct it")
@@ -289,7 +282,6 @@ def _text(row: Row, column: str) -> str:
 
 
 def _parsed(value: Any, kind: type, name: str) -> Any:
-    """Return a list or an object, parsed if it is JSON text."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except (json.JSONDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Transformers' Trainer for memories: groups and rates, checkpoints of trained parameters, and checks for finite numbers."""
+"""Transformers' Trainer for memories: groups, rates, checkpoints of what trains, and finite numbers."""
 
 import contextlib
 import json
@@ -71,17 +71,17 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
 
 
 def mean_over_tokens(measured: Any) -> dict[str, float]:
-    """Return the loss per token and the perplexity of rows, from the sums of their losses and their numbers of tokens."""
+    """Return the loss per token and the perplexity of rows, from their summed losses and token counts."""
     loss = (np.hstack(measured.predictions).sum() / np.hstack(measured.label_ids).sum()).item()
     return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
 class MemoryTrainerMixin(AnyTrainer):
-    """Mixin for any kind of `Trainer`: memory keys and values keep a constant rate, or values follow a separate schedule.
+    """Mixin for any kind of `Trainer`: memory keys and values keep a constant rate, or values a schedule.
 
     Put it before the class that it extends, as in `class MemorySFTTrainer(MemoryTrainerMixin, SFTTrainer)`. The keys of
-    `MemoryArguments` are read from `args` if it has them. A checkpoint has trained parameters, the optimizer and the blocks of
-    banks that changed, and ends with a manifest; `load_checkpoint` loads one into a model.
+    `MemoryArguments` are read from `args` if it has them. A checkpoint has trained parameters, the optimizer and changed blocks of
+    banks, and ends with a manifest; `load_checkpoint` loads one into a model.
 
     Args:
         args: Arguments of the Trainer, with or without the keys of `MemoryArguments`.
@@ -94,12 +94,11 @@ class MemoryTrainerMixin(AnyTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         options = self.args if isinstance(self.args, MemoryArguments) else None
-        # Dtypes in which tensors of a sharded model are saved, by name; other tensors keep their dtype.
         self.saved_dtypes: dict[str, torch.dtype] = {}
         self.base_kl: float = getattr(self.args, "base_kl", 0.0)
         if self.base_kl:
             check_base_divergence(self)
-        # Since the last log event: the divergence from the base in each batch of this process, in nats per token.
+        # Per batch of this process since the last log event, in nats per token.
         self._divergences: list[torch.Tensor] = []
         prepare_sharing(self)
         model: Any = self.model
@@ -121,17 +120,13 @@ class MemoryTrainerMixin(AnyTrainer):
         if self._stream is not None:
             self.args.ignore_data_skip = True  # the stream resumes itself
         self._is_checkpointing = False
-        # Digests of what the run reads, by `check_inputs`, which checkpoints get; none in scripts.
         self.inputs: Digests = {}
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer.train` does; true resumes from the latest complete checkpoint, and skips damaged ones.
+        """Train as `Trainer.train` does; true resumes from the latest complete checkpoint, not damaged ones.
 
-        After the last step, the model that the run ends with is loaded, and no step is taken. A `Path` has been checked.
-
-        Raises:
-            RequestError: If a named checkpoint is not complete, or the processes share parameters in another way.
-            FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
+        At the end, the model that the run ends with is loaded. A `Path` has been checked; an incomplete checkpoint, or one of
+        processes that share parameters in another way, is a `RequestError`. Infinite numbers or NaN raise a `FloatingPointError`.
         """
         checkpoint = resume_from_checkpoint
         if not isinstance(checkpoint, Path):
@@ -154,7 +149,7 @@ class MemoryTrainerMixin(AnyTrainer):
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return the batches as `Trainer.get_train_dataloader` does; those of a stream without Accelerate, which reads ahead."""
+        """Return the Trainer's batches; those of a stream without Accelerate, which reads ahead."""
         if self._stream is None:
             return super().get_train_dataloader()
         generator = torch.Generator()  # without one, a loader draws from the state that a resumed run has loaded
@@ -162,7 +157,7 @@ class MemoryTrainerMixin(AnyTrainer):
         return DataLoader(self._stream, size, collate_fn=self.data_collator, generator=generator)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as `Trainer.evaluate` does; a language model by the tokens of all rows, not by batches, with a perplexity."""
+        """Evaluate as `Trainer.evaluate` does; a language model per token of all rows, with a perplexity."""
         given, drops = self.compute_metrics, self.args.dataloader_drop_last
         hosting: Any = self.model
         is_plain = given is None and self.compute_loss_func is None and not self.args.batch_eval_metrics
@@ -177,7 +172,7 @@ class MemoryTrainerMixin(AnyTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """Predict a batch as `Trainer.prediction_step` does; for `mean_over_tokens`, the losses of its rows."""
+        """Predict a batch as `Trainer` does; for `mean_over_tokens`, the losses of its rows."""
         by_tokens = self.compute_metrics is mean_over_tokens
         if not by_tokens or "labels" not in inputs:  # without which a trainer has a loss of its own
             return super().prediction_step(model, inputs, prediction_loss_only or by_tokens, ignore_keys)
@@ -196,7 +191,7 @@ class MemoryTrainerMixin(AnyTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss as `Trainer.compute_loss` does; in training with `base_kl` times the divergence from the base."""
+        """Return the Trainer's loss; in training plus `base_kl` times the divergence from the base."""
         if not self.base_kl or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"]
@@ -205,7 +200,7 @@ class MemoryTrainerMixin(AnyTrainer):
         divergence = divergence_without_target(outputs.logits, base, labels)
         tokens = (labels[:, 1:] != IGNORED_LABEL).sum().clamp(min=1)
         self._divergences.append(divergence.detach() / tokens)
-        # Per token as the loss is: of all batches and processes whose gradients are summed, or of this one.
+        # Per token, of all batches and processes whose gradients are summed, or of this one.
         is_summed = num_items_in_batch is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func)
         divergence = divergence / (num_items_in_batch if is_summed else tokens)
         if is_summed and self.args.average_tokens_across_devices:
@@ -214,7 +209,7 @@ class MemoryTrainerMixin(AnyTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as `Trainer.log` does; with a training loss also `base_divergence`, in nats per token, if it was computed."""
+        """Log as `Trainer.log` does; with a training loss also `base_divergence`, in nats per token."""
         if self._divergences and "loss" in logs:
             mean = torch.stack(self._divergences).mean()
             logs["base_divergence"] = self.accelerator.gather(mean[None]).mean().item()
@@ -255,7 +250,7 @@ class MemoryTrainerMixin(AnyTrainer):
         return int(self.accelerator.gather(torch.tensor([int(number)], device=self.args.device)).max())
 
     def check_finite(self) -> None:
-        """Raise a `FloatingPointError` if a trained tensor or block is not finite in any process; all processes call this."""
+        """Refuse trained tensors or blocks not finite in any process; all processes call this."""
         assert isinstance(self.model, nn.Module)
         tensors: list[tuple[str, Any]] = []
         for name, parameter in self.model.named_parameters():
@@ -269,12 +264,7 @@ class MemoryTrainerMixin(AnyTrainer):
             raise NotFiniteError(finding or "what another process trains is not finite", self.state.global_step)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as `Trainer.save_model` does, gathered from its shards; all processes call this.
-
-        Raises:
-            FloatingPointError: If a trained parameter is not finite.
-            RequestError: If ZeRO-3 sharded the model when it was loaded, and the model has not been trained.
-        """
+        """Save the model gathered from its shards, if what was trained is finite; all processes call this."""
         self.check_finite()
         self.write_model(output_dir, _internal_call)
 
@@ -323,7 +313,6 @@ class MemoryTrainerMixin(AnyTrainer):
                     best = self.state.best_model_checkpoint
                     rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best)
             except Exception:
-                # What is not whole takes space, and is of no use.
                 if self.args.should_save and not (folder / MANIFEST_FILE).is_file():
                     remove_checkpoint(folder)
                 raise
@@ -331,7 +320,6 @@ class MemoryTrainerMixin(AnyTrainer):
                 self._is_checkpointing, self.args.save_total_limit = False, limit
 
     def _bytes_of_checkpoint(self) -> int:
-        """Return about how many bytes a checkpoint of this process takes: trained parameters and their optimizer state."""
         assert isinstance(self.model, nn.Module)
         states = {} if self.args.save_only_model or self.optimizer is None else self.optimizer.state
         tensors = [tensor for _, tensor in saved_tensors(self.model)]
@@ -357,10 +345,7 @@ class MemoryTrainerMixin(AnyTrainer):
             self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip as `Accelerator.clip_grad_norm_` does, blocks with the parameters, and rows of tables separately; return the norm.
-
-        A loss or a norm that is not finite raises, since the step would spoil all trained parameters.
-        """
+        """Clip blocks with parameters, and rows of tables separately; return the norm; refuse infinite ones."""
         dense: list[Any] = list(parameters)
         tables = []
         if self.sparse_values:
@@ -382,7 +367,6 @@ class MemoryTrainerMixin(AnyTrainer):
         return norm
 
     def _broken_tensor(self) -> str:
-        """Return which tensor of the model is not finite, if there is one and this process has all of it."""
         if shares_parameters(self):
             return ""
         model: Any = self.model
@@ -391,7 +375,4 @@ class MemoryTrainerMixin(AnyTrainer):
 
 
 class MemoryTrainer(MemoryTrainerMixin, Trainer):
-    """A `Trainer` whose memory keys keep a constant rate, and whose memory values keep it or follow a separate schedule.
-
-    Everything else is as in `Trainer`. `MemoryTrainerMixin` and `Trainer` document the arguments.
-    """
+    """A `Trainer` with `MemoryTrainerMixin`."""

@@ -1,7 +1,7 @@
 """The layout of a model, read from what transformers builds from its config on the meta device.
 
-Projections are identified by their names and shapes, and norms around them by the row of the type. Whether a norm multiplies by its
-weight or by 1 + weight is determined from its outputs.
+Projections are identified by names and shapes, norms around them by the row of the type. Whether a norm multiplies by its weight or
+by 1 + weight is determined from its outputs.
 """
 
 import copy
@@ -47,23 +47,20 @@ _HEAD_NORMS = {
     **dict.fromkeys(KEY_NORMS, "key_norm"),
 }
 _NORMS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
-# Names of the projections, and of a bias, by which feed-forward networks write to the residual stream.
+# Projections by which feed-forward networks write to the residual stream.
 _DOWNS = frozenset({*PROJECTIONS["down"], "down_proj_bias"})
-# Names of feed-forward networks in stored checkpoints.
 _NETWORKS = frozenset(FEED_FORWARDS)
-# Roles by name: the modules that write per-layer embeddings to the residual stream, and the number that a layer's output is
-# multiplied by.
+# By name: modules that write per-layer embeddings to the residual stream, and the factor of a layer's output.
 _OF_LAYERS = {
     "per_layer_projection": "per_layer_projection",
     "post_per_layer_input_norm": "per_layer_output_norm",
     "layer_scalar": "layer_scalar",
 }
-# Seed and number of the rows that a norm is tested with.
 _SEED, _ROWS = 0, 4
 
 
 def model_on_meta(native: Config, classes: Mapping[Any, Any]) -> Any:
-    """Return the model of a config, of a type that transformers knows, on the meta device; `classes` are by classes of configs."""
+    """Return a config's model of a known type on the meta device; `classes` are by classes of configs."""
     try:
         config = _resolve_config(native)
         with torch.device("meta"):
@@ -77,7 +74,6 @@ def model_on_meta(native: Config, classes: Mapping[Any, Any]) -> Any:
 
 
 def _resolve_config(native: Config) -> Any:
-    """Return the config that transformers reads from a file with this content."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(native), encoding="utf-8")
         return CONFIG_MAPPING[native["model_type"]].from_pretrained(folder, local_files_only=True)
@@ -90,7 +86,6 @@ def read_layout(native: Config, row: ModelType) -> dict[str, Any]:
     held = model.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in reversed(held.items())}
     tied = {name: tuple(tensor.shape) for name, tensor in held.items() if names[id(tensor)] != name}
-    # Only tensors that a checkpoint holds.
     stored = revert_weight_conversion(model, {name: tensor for name, tensor in held.items() if name not in tied})
     parameters = revert_weight_conversion(
         model, {name: held[name] for name, _ in model.named_parameters() if name not in tied}
@@ -124,7 +119,6 @@ def read_layout(native: Config, row: ModelType) -> dict[str, Any]:
 
 
 def _implied_types(native: Config, types: list[str] | None) -> list[str] | None:
-    """Return the types that layers have if a config lists none; `types` has those of this config."""
     if native.get("layer_types") is None:
         return types
     unlisted = {key: value for key, value in native.items() if key != "layer_types"}
@@ -138,8 +132,8 @@ def _implied_types(native: Config, types: list[str] | None) -> list[str] | None:
 def layer_settings(layer: nn.Module, num_shared_layers: int = 0) -> Settings:
     """Return the attributes of a layer's modules that are numbers, names, truth values or lists of these.
 
-    If no layers (`num_shared_layers`) reuse keys and values of earlier ones, the marks of layers that would be reused are ignored,
-    which Transformers 5.24 sets all the same.
+    Without layers (`num_shared_layers`) that reuse keys and values, marks of reused layers, which Transformers 5.24 sets, are
+    ignored.
     """
     idle = () if num_shared_layers else (GIVES_KEYS,)
     return {
@@ -156,7 +150,7 @@ def _is_plain(value: Any) -> bool:
 
 @dataclass
 class LayerRoles:
-    """Purposes of the modules of a decoder layer, by names within the layer; offsets and parts are as in `LayerTensor`."""
+    """Purposes of a layer's modules, by names within it; offsets and parts are as in `LayerTensor`."""
 
     modules: dict[str, str]  # roles, also of the modules within, unless these have their own
     offsets: dict[str, float | None] = field(default_factory=dict)  # of weights of norms
@@ -166,7 +160,6 @@ class LayerRoles:
     has_experts: bool = False  # whether a feed-forward network is a mixture of experts
 
     def role(self, name: str) -> str:
-        """Return the role of a tensor by its name within the layer; `"base"` if the role is unknown."""
         parts = name.split(".")
         if parts[0] in _NETWORKS and not _DOWNS.isdisjoint(parts):
             return "down"
@@ -191,10 +184,7 @@ def read_roles(row: ModelType, layer: nn.Module) -> LayerRoles:
 
 
 def gain_offset(norm: nn.Module) -> float | None:
-    """Return what a norm adds to its weight before it multiplies: 0 or 1; None if it is neither kind.
-
-    A norm without gain and bias gives zero, so the norm is tested with the weights that would mean a gain of zero.
-    """
+    """Return what a norm adds to its weight before it multiplies: 0, 1, or None for neither kind."""
     tried: Any = copy.deepcopy(norm).to_empty(device="cpu").float()
     hidden = torch.randn((_ROWS, tried.weight.shape[0]), generator=torch.Generator().manual_seed(_SEED))
     for offset in (0.0, 1.0):
@@ -211,7 +201,6 @@ def gain_offset(norm: nn.Module) -> float | None:
 
 
 def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) -> None:
-    """Add the roles of a mixer's output projection, and of the projections and norms of its heads."""
     outputs = [
         child for child in PROJECTIONS["output_projection"] if isinstance(getattr(mixer, child, None), nn.Module)
     ]
@@ -222,7 +211,7 @@ def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) 
             order = row.stacked.get(f"{type(mixer).__name__}.{child}")
             roles.parts[f"{name}.{child}"] = stacked_rows(stacked, output, order) if order else ()
     linear = {child: getattr(mixer, child, None) for child in _PROJECTIONS}
-    # Layers that read keys and values of earlier layers (Gemma 4) have the class of the others, and not their projections.
+    # Layers that read keys and values of earlier layers (Gemma 4) lack these projections, despite their class.
     if has_heads(mixer) or type(mixer).__name__ == row.attention_class:
         roles.modules[name] = "attention"
     elif not outputs or not all(isinstance(module, nn.Linear) for module in linear.values()):
@@ -242,7 +231,6 @@ def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) 
 
 
 def _read_network(row: ModelType, roles: LayerRoles, name: str, network: nn.Module) -> None:
-    """Add the roles of a network's gate and up projections (see `LayerRoles.role`), or that it has experts."""
     if any(parameter.dim() > 2 for parameter in network.parameters()) or any(
         isinstance(module, nn.ModuleList) for module in network.modules()
     ):

@@ -14,11 +14,7 @@ _SCALE_EMBEDDINGS = ("gemma2", "gemma3_text")
 
 
 def count_flops(config: dict[str, Any], tokens: int, batch: int = 1) -> ModelFlops:
-    """Count the floating-point operations of a raw config's model for one batch, default 1, of sequences of `tokens` tokens.
-
-    Raises:
-        RequestError: If the type has parts that are not counted, or if the config, tokens or batch are invalid.
-    """
+    """Return the FLOPs of a raw config's model for one batch, default 1, of sequences of `tokens` tokens."""
     model_type = config.get("model_type")
     native = model_type.removeprefix(MEMORY_PREFIX) if isinstance(model_type, str) else None
     if native not in MAIN_TYPES:

@@ -1,6 +1,6 @@
 """Layers, tensors and their roles, and the values of a config that describe single layers.
 
-A name such as `post_attention_layernorm` means different things in different families, so roles are read from what a layer does.
+Names such as `post_attention_layernorm` mean different things in different families: roles follow what a layer does.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from midus_hf.memories.registry import NO_MEMORIES, Memories
 
 Config = dict[str, Any]
 Shape = tuple[int, ...]
-# Settings of a layer, by the name of the module within the layer and the name of the setting.
+# By the name of the module within the layer, and of the setting.
 Settings = dict[str, Any]
 
 # Keys that only an upscaled model's config has, or whose values differ from the base's.
@@ -23,13 +23,11 @@ OF_UPSCALING = ("memory", "upscale", "auto_map", "architectures")
 # Keys that do not change which tensors a model without memories has.
 NOT_OF_BACKBONE = (*OF_UPSCALING, "quantization_config")
 
-# Roles of the projections of a layer, in the order in which the layer uses them.
+# In the order in which the layer uses them.
 MATRIX_ROLES = ("query", "key", "value", "output_projection", "gate", "up", "down")
-# Projections that a method needs to predict or match matrices. Feed-forward networks of two matrices have no gate.
+# Feed-forward networks of two matrices have no gate.
 NEEDED_MATRICES = frozenset(MATRIX_ROLES) - {"gate"}
-# What attention needs without its output projection, and the norm before attention.
 ATTENTION_ROLES = frozenset({"query", "key", "value", "query_norm", "key_norm", "attention_norm", "attention"})
-# What follows the heads of an attention, up to the residual stream.
 ATTENTION_OUTPUT_ROLES = frozenset({"output_projection", "attention_output_norm"})
 
 # Lists with one entry per layer, at the top of a config or inside its mappings: their entries follow the plan.
@@ -43,17 +41,14 @@ PER_LAYER_KEYS = frozenset(
 LAYER_INDEX_KEYS = frozenset({"mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices"})
 # Mappings by layer index, with entries for some layers: each entry follows its layer.
 PER_LAYER_MAPPING_KEYS = frozenset({"per_layer_config"})
-# Indices that separate leading layers from the others (layers before a mixture of experts, or up to the last one), each with what
-# must be added to it for the number of leading layers.
+# Indices that separate leading layers from the others, each with what must be added for the number of leading layers.
 LEADING_LAYERS_KEYS = {
     "first_k_dense_replace": 0,
     "num_dense_layers": 0,
     "moe_layer_start_index": 0,
     "moe_layer_end_index": 1,
 }
-# The number of last layers that reuse keys and values of earlier layers.
 SHARED_LAYERS_KEY = "num_kv_shared_layers"
-# The setting of attention that says whether later layers read its keys and values.
 GIVES_KEYS = "store_full_length_kv"
 # Values that never describe single layers of the base, whatever their length, or that other code updates.
 NOT_PER_LAYER_KEYS = frozenset(
@@ -73,15 +68,15 @@ class LayerTensor:
 
     Roles are `query`, `key`, `value`, `output_projection`, `query_norm`, `key_norm`, `gate`, `up`, `down`; `attention`, other tensors
     of attention, such as sinks; the norms before attention and feed-forward network, `attention_norm` and `mlp_norm`, and after them,
-    `attention_output_norm` and `mlp_output_norm`; `per_layer_projection` and `per_layer_output_norm`, which write the layer's
-    per-layer embeddings to the residual stream; `layer_scalar`, which multiplies the layer's output; `memory`; `buffer`, not a
-    parameter; or `base`, whose purpose is unknown.
+    `attention_output_norm` and `mlp_output_norm`; `per_layer_projection` and `per_layer_output_norm`, which write per-layer
+    embeddings to the residual stream; `layer_scalar`, a factor of the layer's output; `memory`; `buffer`; or `base`, of unknown
+    purpose.
     """
 
     role: str
     shape: Shape  # by the config
     offset: float | None = 0.0  # added to a norm's weight, 0 or 1, before it multiplies; None if it is not known
-    # Roles and numbers of rows of stacked projections, in order, or empty if that is unknown; None for one projection.
+    # Roles and numbers of rows of stacked projections, in order, or empty if unknown; None for one projection.
     parts: tuple[tuple[str, int], ...] | None = None
 
 
@@ -97,7 +92,6 @@ class Projection:
 
     @property
     def key(self) -> str:
-        """Name of the tensor, and the role if the tensor has rows of other projections."""
         return f"{self.name} {self.role}" if self.is_part else self.name
 
 
@@ -134,8 +128,7 @@ class Layout:
     per_layer_values: Config  # values that describe single layers and that the config leaves out or may leave out
     layer_kinds: list[str] | None  # what the config says of each layer, such as its attention type
     norms_behind: bool  # whether a norm follows the attention and the feed-forward network of each layer
-    # Number of leading layers whose keys and values no later layer reuses. A new layer among or directly after these does not change
-    # which layer gives its keys and values to others.
+    # Leading layers whose keys and values no later layer reuses; new layers among or directly after them change no source.
     num_leading_layers: int
     expert_layers: frozenset[int]  # whose feed-forward network is a mixture of experts
     buffers: frozenset[str]  # full names of tensors in a checkpoint that are not parameters
@@ -152,7 +145,7 @@ def kept_roles(options: InsertedOptions) -> frozenset[str]:
 
 
 def check_list(key: str, values: list[Any], num_layers: int, path: str | None = None) -> None:
-    """Refuse a list without one value per layer, or with a layer that the model lacks; other lists than per-layer ones are ignored.
+    """Refuse a list without one value per layer, or with a missing layer; ignore lists of other kinds.
 
     `path` leads to the list from the top of the config; by default it is the key.
     """
@@ -172,7 +165,7 @@ def check_list(key: str, values: list[Any], num_layers: int, path: str | None = 
 
 
 def check_lists(config: Mapping[str, Any]) -> None:
-    """Apply `check_list` to all lists of a config that failed: one may be the reason."""
+    """Apply `check_list` to all lists of a config that failed."""
     num_layers = config.get("num_hidden_layers")
     for key, values in config.items():
         if isinstance(num_layers, int) and isinstance(values, list):
@@ -180,7 +173,7 @@ def check_lists(config: Mapping[str, Any]) -> None:
 
 
 def family_of(config: Config) -> ModelType:
-    """Return the type of a config's model, with or without memory; refuse types not proven, quantised models and custom code."""
+    """Return a config's model type; refuse types not proven, quantised models and custom code."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise RequestError(
@@ -192,7 +185,7 @@ def family_of(config: Config) -> ModelType:
 
 
 def check_readable(config: Config) -> None:
-    """Refuse, with a `RequestError`, a model whose weights are quantised, or that has custom code."""
+    """Refuse a model whose weights are quantised, or that has custom code."""
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         remedy = "Start from the unquantised checkpoint."

@@ -1,7 +1,7 @@
 """The layout of a model by its config: layers, tensors, roles and memories.
 
-Layouts of the main types follow from the table of types, without torch. Others, and main types whose config has a key or a value
-that the table does not cover, are read from the model that transformers builds (`built_layout.py`): seconds, but no memory.
+Main types follow from the table of types, without torch. Other types, and configs with keys or values that the table lacks, are read
+from the model that transformers builds (`built_layout.py`): seconds, but no memory.
 """
 
 import json
@@ -38,7 +38,6 @@ _NEEDED, _POSITIVE = ("hidden_size", "num_attention_heads", "vocab_size"), ("num
 _TYPES = "layer_types"
 # Keys that change layers in ways that the row does not cover.
 _UNUSUAL = (PER_LAYER_KEYS - {_TYPES}) | LAYER_INDEX_KEYS | PER_LAYER_MAPPING_KEYS | {SHARED_LAYERS_KEY}
-# Number of layers from one with full attention to the next in families that alternate; a config of Gemma 3 may say another.
 _PERIOD_KEY, _PERIODS = "sliding_window_pattern", {"gemma2": 2, "gemma3_text": 6}
 # Keys that rotary embeddings of each type need, in a config of the family or, in Gemma 3, for each type of layers.
 _ROPE_NEEDS: dict[Any, frozenset[str]] = {
@@ -54,7 +53,7 @@ _DTYPES = (None, "float32", "float16", "bfloat16")
 
 
 def layout_of(config: Config) -> Layout:
-    """Return the layout of a model by its raw config, with its memories; refuse wrong sizes and memories that do not fit."""
+    """Return the layout of a model with its memories by its raw config; refuse wrong sizes and misfits."""
     native = {key: value for key, value in config.items() if key not in NOT_OF_BACKBONE}
     native["model_type"] = str(config["model_type"]).removeprefix(MEMORY_PREFIX)
     backbone = _backbone(json.dumps(native, sort_keys=True))
@@ -96,7 +95,6 @@ def layout_of(config: Config) -> Layout:
 
 @cache
 def _backbone(content: str) -> Layout:
-    """Return the layout of a model without memories, by its config in JSON."""
     native = json.loads(content)
     for key in (*_NEEDED, *_POSITIVE, "intermediate_size"):
         value = native.get(key)
@@ -169,10 +167,9 @@ def layout_from(native: Config, config: Any, layers: list[dict[str, LayerTensor]
 def find_changed_setting(
     before: Sequence[Settings], after: Sequence[Settings], sources: Sequence[int], new_layers: Collection[int] = ()
 ) -> str | None:
-    """Return which layer of a new model has another setting than its source in the base, and which, as text; None if none has.
+    """Return which layer of a new model differs from its source in a setting, and which; None if none.
 
-    The index of a layer and the number of layers are expected to differ, and are not compared. A new layer need not give its keys
-    and values to later layers as its source does.
+    A layer's index, the number of layers, and whether it gives keys and values to later layers may differ.
     """
     for index, source in enumerate(sources):
         for name in sorted(before[source].keys() | after[index].keys()):
@@ -185,10 +182,7 @@ def find_changed_setting(
 
 
 def known_layout(native: Config) -> dict[str, Any] | None:
-    """Return the arguments of `layout_from` from the table of types; None if transformers has to read it.
-
-    The row has keys of the config with their types and defaults, and the tensors of a layer with their roles.
-    """
+    """Return the arguments of `layout_from` from the table of types; None if transformers has to read it."""
     if native["model_type"] not in MAIN_TYPES:
         return None
     row = model_type_of(native["model_type"]).layout
@@ -242,7 +236,6 @@ def known_layout(native: Config) -> dict[str, Any] | None:
 
 
 def _is_usual(native: Config, values: Config, kinds: dict[str, list[str]]) -> bool:
-    """Return whether a config has no value that the row does not cover, or that transformers might refuse."""
     num_layers, pad, period = values["num_hidden_layers"], values.get("pad_token_id"), native.get(_PERIOD_KEY, 1)
     ropes = [native.get("rope_scaling"), native.get("rope_parameters")]
     if native["model_type"] == "gemma3_text" and isinstance(ropes[1], dict):

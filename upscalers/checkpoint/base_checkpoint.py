@@ -28,7 +28,7 @@ from upscalers.checkpoint.safetensors_format import (
 _PREFIX = "model."
 _EMBEDDING = "embed_tokens.weight"
 _LAYER_KEY = re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.(?P<rest>.+)$")
-# Number of layers after the last that predict further tokens; transformers does not load them.
+# Layers after the last predict further tokens; transformers does not load them.
 _PREDICTING = "num_nextn_predict_layers"
 # Heads of Transformers' general classes for tasks (`transformers.modeling_layers`).
 _TASK_HEADS = ("score.weight", "qa_outputs.weight")
@@ -51,17 +51,14 @@ class BaseCheckpoint:
 
     @property
     def num_layers(self) -> int:
-        """L, the number of layers."""
         return self.config["num_hidden_layers"]
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype of most weights by bytes, as safetensors names it."""
         return most_common_dtype(self.tensors.values())
 
     @cached_property
     def layer_names(self) -> list[dict[str, str]]:
-        """Full names of each layer's tensors, by their name within the layer."""
         layers: list[dict[str, str]] = [{} for _ in range(self.num_layers)]
         for name in self.tensors:
             match = _LAYER_KEY.match(name)
@@ -70,7 +67,7 @@ class BaseCheckpoint:
         return layers
 
     def outer_names(self, num_layers: int) -> dict[str, str]:
-        """Return the names of tensors outside the layers in a model of `num_layers` layers, by their names here."""
+        """Return names of tensors outside the layers in a model of `num_layers` layers, by their names here."""
         within = {name for layer in self.layer_names for name in layer.values()}
         names = {name: name for name in self.tensors if name not in within}
         for name in names:
@@ -81,7 +78,7 @@ class BaseCheckpoint:
 
     @cached_property
     def repeated_names(self) -> frozenset[str]:
-        """Names of tied heads that repeat the embedding's bytes; transformers does not tie different values."""
+        """Names of tied heads that repeat the embedding; transformers does not tie different values."""
         return frozenset(
             name
             for name in self.layout.tied
@@ -90,7 +87,6 @@ class BaseCheckpoint:
 
     @property
     def embedding_name(self) -> str:
-        """Full name of the embedding."""
         return f"{self.prefix}{_EMBEDDING}"
 
     @cached_property
@@ -101,13 +97,12 @@ class BaseCheckpoint:
 
     @property
     def weight_names(self) -> dict[str, str]:
-        """Name in digests (without `model.`) of each weight that transformers saves again, by its stored name."""
+        """Name in digests (without `model.`) of each weight that transformers saves, by stored name."""
         left_out = {*self.repeated_names, *self.unexpected}
         return {name: name.removeprefix(self.prefix) for name in self.tensors if name not in left_out}
 
     @property
     def auto_class(self) -> str:
-        """Name of the Auto class of transformers that loads the whole model."""
         return "AutoModelForCausalLM" if self.composite is None else self.composite.auto_class
 
     @property
@@ -116,24 +111,22 @@ class BaseCheckpoint:
         return {} if self.composite is None else self.composite.names.others
 
     def whole_config(self, config: Config) -> Config:
-        """Return the content of `config.json`: a language model's config within the composite model's, if any."""
+        """Return the content of `config.json`: a language model's within the composite model's, if any."""
         return config if self.composite is None else self.composite.wrapped(config)
 
     def stored_name(self, name: str) -> str:
-        """Return the name under which a checkpoint stores a tensor of this model, or of a model made from it."""
+        """Return a tensor's stored name in this model, or in a model made from it."""
         if self.tied_head is not None and name == self.embedding_name:
             name = self.tied_head
         return name if self.composite is None else self.composite.names.stored_name(name)
 
     def by_name(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Return stored tensors of this model, or of a model made from it, by full name."""
         named = dict(stored)
         if self.composite is not None:
             named = {self.composite.names.language_name(name): tensor for name, tensor in stored.items()}
         return {self.embedding_name if name == self.tied_head else name: tensor for name, tensor in named.items()}
 
     def new_name(self, layer: int, name: str) -> str:
-        """Return the full name of a tensor of output layer `layer`."""
         return f"{self.prefix}layers.{layer}.{name}"
 
 
@@ -150,7 +143,6 @@ def read_config(path: Path) -> Config:
 
 
 def _describe_folder(folder: Path) -> str:
-    """Return what a folder without `config.json` contains and what was expected, as the end of a message."""
     if (folder / ADAPTER_CONFIG).is_file():
         return f", but a PEFT adapter (adapter_config.json); expected a whole model. {MERGE_ADAPTER}"
     ggufs = sorted(folder.glob("*.gguf"))
@@ -163,10 +155,7 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
-    """Open a checkpoint's folder; refuse it if something is missing, does not belong together, or cannot be upscaled.
-
-    `needs_weights`: whether weights are needed; without any, tensors are planned from the config. Default: True.
-    """
+    """Open a checkpoint's folder; refuse what is missing, contradictory, or cannot be upscaled."""
     config, composite = read_config(folder), None
     if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
         composite = composite_model_of(config)
@@ -215,7 +204,7 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
         integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}
     embedding = f"{prefix}{_EMBEDDING}"
     if embedding in expected and embedding not in stored:
-        # Where duplicates were removed, the head may be the one that is left; transformers ties the embedding to it.
+        # Where duplicates were removed, only the head may be left; transformers ties the embedding to it.
         held = (name for name, shape in layout.tied.items() if name in stored and shape == expected[embedding])
         tied_head = next(held, None)
         stored = {embedding if name == tied_head else name: tensor for name, tensor in stored.items()}
@@ -237,7 +226,6 @@ def _check_tensors(
     integers: Mapping[str, str],
     config: Config,
 ) -> tuple[str, ...]:
-    """Check shapes and dtypes (not those of tensors `outside`); return the names of unexpected tensors."""
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise RequestError(

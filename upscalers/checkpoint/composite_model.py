@@ -1,8 +1,7 @@
 """The language model within a composite model (such as one that reads images) as a checkpoint.
 
-Everything is planned and verified on the language model, under the names that its tensors have in a separate checkpoint. Only
-the code that reads and writes knows the composite model: its config, and the names of its stored tensors. Both are read from the
-model that transformers builds on the meta device.
+Everything is planned and verified on the language model, under the names of a separate checkpoint. Only code that reads and writes
+knows the composite config and stored names, read from the model that transformers builds on the meta device.
 """
 
 import copy
@@ -34,7 +33,6 @@ class TensorNames:
     others: dict[str, Shape]
 
     def language_name(self, stored: str) -> str:
-        """Return a stored tensor's name in a separate language model; other tensors keep their names."""
         for prefix, standard in ((self.stack, _STACK), (self.head, _HEAD)):
             if stored.startswith(prefix):
                 return standard + stored.removeprefix(prefix)
@@ -61,17 +59,14 @@ class CompositeModel:
 
     @property
     def names(self) -> TensorNames:
-        """The names that the checkpoint uses."""
         return self.known_names[0]
 
     def with_stored_names(self, stored: Iterable[str]) -> "CompositeModel":
-        """Return the model with only the names that the checkpoint uses for tensors of the stack."""
         stored = tuple(stored)
         present = (each for each in self.known_names if any(name.startswith(each.stack) for name in stored))
         return dataclasses.replace(self, known_names=(next(present, self.names),))
 
     def check_hosts(self) -> None:
-        """Make the classes that host memory within the composite model, or raise `RequestError`."""
         from midus_hf.models.families import COMPOSITE_FAMILIES
         from midus_hf.models.families.template import host_type
 
@@ -116,7 +111,6 @@ def composite_model_of(config: Config) -> CompositeModel:
 
 
 def _native(config: Config) -> Config:
-    """Return the config of the composite model without the memories of its language model."""
     native = {key: value for key, value in config.items() if key not in OF_UPSCALING}
     inner = {key: value for key, value in config[LANGUAGE_KEY].items() if key not in OF_UPSCALING}
     for values in (native, inner):

@@ -1,7 +1,6 @@
 """Weights in a folder: the files that transformers would load, positions of tensors, and digests.
 
-The safetensors library writes a file only from tensors that are all in memory. Here shards are written as a stream, one tensor at a
-time, and tensors are read by position.
+Shards are written one tensor at a time, and tensors read by position; the safetensors library needs all in memory.
 """
 
 import errno
@@ -32,7 +31,6 @@ ITEM_BYTES = {
     "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Integer dtypes that are read, of memories.
 INTEGER_NAMES = {"I64": "int64"}
 INTEGERS = "I64"
 SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
@@ -43,7 +41,7 @@ _NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNO
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's dtype, as safetensors names it, shape, file (None if only planned) and first byte there."""
+    """A tensor's dtype as safetensors names it, shape, file (None if only planned) and first byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,11 +50,9 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the tensor's data."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def chunks(self, size: int = _CHUNK_BYTES) -> Iterator[bytes]:
-        """Yield the tensor's bytes in order, `size` at once."""
         assert self.file is not None
         with self.file.open("rb") as file:
             file.seek(self.start)
@@ -67,7 +63,6 @@ class StoredTensor:
                 yield data
 
     def has_same_bytes(self, other: "StoredTensor") -> bool:
-        """Return whether another tensor has the same dtype, shape and bytes, reading to the first difference."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         return all(first == second for first, second in zip(self.chunks(), other.chunks(), strict=True))
@@ -111,7 +106,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Return a file's bytes before the data of tensors (name, dtype, shape), and positions, wide ones first."""
+    """Return a file's header (name, dtype, shape), and positions, wide dtypes first."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}
     offsets: dict[str, int] = {}
     position = 0
@@ -148,7 +143,6 @@ def copy_bytes(source: int, source_start: int, target: int, target_start: int, n
 
 
 def write_all(target: int, data: bytes | memoryview, start: int) -> None:
-    """Write all of `data` at the position `start` of a file descriptor."""
     view = memoryview(data)
     while view:
         written = os.pwrite(target, view, start)
@@ -240,7 +234,6 @@ class TensorDigests:
             self._futures[name] = self._pool.submit(self._digest, self._tensors[name])
 
     def finish(self) -> dict[str, str]:
-        """Return the digests of all tensors, by their name in the result, sorted."""
         for name in self._names:
             self.add(name)
         return dict(sorted((self._names[name], future.result()) for name, future in self._futures.items()))

@@ -110,7 +110,6 @@ def travelling_files(folder: Path) -> list[Path]:
 
 
 def _download(name: str, revision: str | None, config_only: bool) -> Path:
-    """Fetch config and index, then the rest of one copy of the model, without copies in other formats."""
     below = [pattern for pattern in TRAVELLING if "/" in pattern]
     folder = _fetch(
         name, revision, _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *below, *bank_patterns())
@@ -136,7 +135,6 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
 
 
 def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str | None = None) -> Path:
-    """Fetch the files of a repository that match the patterns; patterns without a match are ignored."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -149,7 +147,6 @@ def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str 
 
 
 def _unavailable(name: str, error: Exception) -> RequestError:
-    """Return a message about a name that the hub did not resolve."""
     reason = answer_of_hub(error) or "the Hub cannot be reached (or HF_HUB_OFFLINE is set)"
     return RequestError(f"{name!r} is no local folder, and {reason}. Give a folder otherwise.")
 
@@ -195,7 +192,6 @@ def prepare_repository(repo_id: str, private: bool) -> str:
 
 
 def _refusal(repo_id: str, error: Exception) -> RequestError:
-    """Return a message with the cause and remedy of an error of the hub's client."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     status, reason = error.response.status_code if isinstance(error, HfHubHTTPError) else None, one_line(error)
@@ -217,5 +213,4 @@ def push_folder(folder: Path, repository: str) -> str:
 
 
 def total_bank_bytes(folder: Path, banks: Mapping[str, MemoryFiles]) -> int:
-    """Return the bytes that banks take on disk."""
     return sum(bank.num_bytes(folder) for bank in banks.values())

@@ -1,4 +1,4 @@
-"""Tokenizer and processors of a result: like the base's, though Transformers chooses by `model_type`."""
+"""Tokenizer and processors of a result: as the base's, though Transformers chooses by `model_type`."""
 
 # ruff: noqa: RUF001 - texts have letters that look alike
 import json
@@ -17,11 +17,10 @@ _PROCESSOR, _PREPROCESSOR, _VIDEO = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
-#: Keys of a record: the text that small files had in the base, None if they were absent, and whether the tokenizer's files are as
-#: `AutoTokenizer` had loaded them, and not as the base has them.
+#: The text that small files had in the base, None if absent, and whether tokenizer files are as `AutoTokenizer` had loaded them.
 CHANGED_KEY, REWRITTEN_KEY = "changed_files", "rewritten_tokenizer"
 CHANGED_FILES = (TOKENIZER_CONFIG, _PROCESSOR, _PREPROCESSOR, _VIDEO)
-# For each kind of processor: the module of its Auto class, the keys that it finds a class by (the first is written), and its files.
+# By kind of processor: the module of its Auto class, the keys that it finds a class by (the first is written), and files.
 _PROCESSORS = (
     ("processing_auto", "PROCESSOR", ("processor_class",), (_PROCESSOR, _PREPROCESSOR, _VIDEO)),
     ("image_processing_auto", "IMAGE_PROCESSOR", ("image_processor_type", "feature_extractor_type"), (_PREPROCESSOR,)),
@@ -32,8 +31,7 @@ _FILES = (
     *(TOKENIZER_JSON, "tokenizer.model", TOKENIZER_CONFIG, "vocab.json", "vocab.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
 )
-# Text that tokenizers of families, and their fixes, split or normalise differently: capitals within words, digits, punctuation,
-# diacritics, scripts with and without spaces, joined emoji, code, runs of white space.
+# Text that tokenizers of families, and their fixes, split or normalise differently.
 _TEXTS = (
     "The 1st of 2,048 naïve   tests:\n\tit's x=3.14 — “quoted”, 東京, don't! DON'T we'LL O'Neil",
     "eBay sells NaOH at pH 7 in mL; McDonald's iPhone, HTTPServer.getURL, XMLHttpRequest, snake_case, kebab-case, v2Beta3",
@@ -47,22 +45,15 @@ _TEXTS = (
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether the folder of a checkpoint has a tokenizer."""
     return any((folder / name).is_file() for name in _FILES)
 
 
 def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str, Any]:
-    """Make `AutoTokenizer` load the tokenizer in a result's folder as it loads the base's.
+    """Make `AutoTokenizer` load a result's tokenizer as the base's; return what `strip` needs to undo it.
 
-    It chooses a class by `model_type`, and fixes known errors in the files of some types. If it would load a different tokenizer
-    than the base's, the name of the class is written to the folder. If that is not enough, the tokenizer is saved as loaded from
-    the base, with a message.
-
-    Returns:
-        What `strip` needs to undo this: `changed_files`, the text of the config before, or `rewritten_tokenizer`.
-
-    Raises:
-        VerificationError: If the result still tokenizes text differently.
+    It chooses a class by `model_type`, and fixes known errors in files of some types. If it would load another tokenizer, the class
+    is written to the folder (`changed_files` has the config's text before); if that is not enough, the tokenizer is saved as loaded
+    from the base, with a message (`rewritten_tokenizer`); if it still differs, a `VerificationError` is raised.
     """
     if not has_tokenizer(folder):
         return {}
@@ -70,7 +61,7 @@ def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str
 
     load = partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
     try:
-        # By its name, since transformers has special cases for the names of some repositories.
+        # By name: transformers has special cases for some repositories.
         base = load(source.folder) if source.revision is None else load(source.name, revision=source.revision)
         expected = _reading(base)
     except MemoryError:
@@ -104,11 +95,7 @@ def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str
 
 
 def name_processors(model_type: str, folder: Path, progress: Progress) -> dict[str, str]:
-    """Name, in a result's files, the processors that Transformers chooses by the base's `model_type`.
-
-    Returns:
-        The text that each changed file had before, which `strip` restores.
-    """
+    """Name the processors of the base's `model_type` in a result's files; return the files' old texts."""
     from importlib import import_module
 
     texts = {file: (folder / file).read_text(encoding="utf-8") for file in CHANGED_FILES if (folder / file).is_file()}
@@ -133,13 +120,11 @@ def name_processors(model_type: str, folder: Path, progress: Progress) -> dict[s
 
 
 def _whole(tokenizer: Any) -> tuple[Any, ...]:
-    """Return the full definition of a tokenizer of the package tokenizers, and its class."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return type(tokenizer), None if backend is None else backend.to_str()
 
 
 def _reading(tokenizer: Any) -> tuple[Any, ...]:
-    """Return a tokenizer's tokens for test texts, and the attributes that other programs read."""
     ids = [tokenizer(text)["input_ids"] for text in _TEXTS]
     specials = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")]
     return ids, [tokenizer.decode(each) for each in ids], specials, getattr(tokenizer, "chat_template", None)

@@ -1,1 +1,1 @@
-"""Edits of checkpoints: chapters set to zero, pruned and listed, values rounded, and the null control that permutes rows."""
+"""Edits of checkpoints' memories: chapters, banks, glossaries, and shuffled rows."""

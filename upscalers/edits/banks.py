@@ -1,4 +1,4 @@
-"""Banks of a checkpoint: listing of their blocks, and deletion, which writes another checkpoint with all other bytes the same."""
+"""Banks of a checkpoint: listing of their blocks, and deletion into another checkpoint."""
 
 import os
 import re
@@ -23,22 +23,20 @@ if TYPE_CHECKING:
     from midus_hf.memories.hierarchical.bank import MemoryBank
     from midus_hf.topics.tree import ClusterTree
 
-# A level, counted from 1, and the number of the node within the level, counted from 0; -1 for the generic memory.
+# A level from 1, and the number of the node within it from 0; -1 for the generic memory.
 Node = tuple[int, int]
 
-# The number of the generic memory's nodes.
 GENERIC = -1
 
 _NODE = re.compile(r"([1-9]\d*):(\d+|generic)")
 
 
 def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) -> dict[str, Any]:
-    """Delete the blocks of nodes in every bank, as if they had never been written: what they learned is gone.
+    """Delete the blocks of nodes in every bank, as if never written: what they learned is gone.
 
-    No file of the output contains any of the deleted blocks: they are not copied into the banks, and checkpoints with states to
-    resume training from are left out. A node without a remaining block at or below it has no centroid in the output's tree either, so
-    no text is assigned to it; other nodes keep their numbers and centroids. The centroids above it, means over all their windows,
-    remain.
+    No file of the output contains a deleted block: banks are written without them, and checkpoints to resume training from are left
+    out. A node without a remaining block at or below it loses its centroid in the output's tree, so no text is assigned to it; other
+    nodes keep numbers and centroids, also those above, means over all their windows.
 
     Args:
         request: The checkpoint to read and the folder to make; the memory whose bank is edited, by default all banks.
@@ -46,12 +44,11 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         subtree: Whether to delete the blocks of all nodes below as well. Default: False.
 
     Returns:
-        `{"command", "model", "output", "banks", "centroids", "also_taught", "copies", "seconds"}`, where `banks` has, by the name of
-        the memory, the deleted blocks that had been written, and `centroids` the named nodes whose centroids are `deleted`, with all
-        below, and `kept`, because they lead texts to other blocks; None if the model has no tree. `also_taught` has the written
-        blocks that remain and are read by texts of the named topics, in any bank: `{"above", "same", "below", "generic"}`; and
-        `weights`, whether the recorded run trained other weights than blocks, None if that is not known. `copies` lists folders and
-        files that still contain what was learned from the topics, or their texts.
+        `{"command", "model", "output", "banks", "centroids", "also_taught", "copies", "seconds"}`. `banks` has the deleted written
+        blocks by memory. `centroids` has the named nodes whose centroids are `deleted`, with all below, and `kept`, as they lead to
+        other blocks; None without a tree. `also_taught` has the remaining written blocks that texts of the topics read, in any bank,
+        `{"above", "same", "below", "generic"}`, and `weights`, whether the recorded run trained other weights than blocks, None if
+        unknown. `copies` lists folders and files that still contain what was learned from the topics, or their texts.
 
     Raises:
         RequestError: If a node does not exist in any of the banks, or the output cannot be made.
@@ -113,7 +110,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
 def _find_related_blocks(
     banks: Mapping[str, "MemoryBank"], left: Mapping[str, set[Node]], topics: Sequence[Node]
 ) -> dict[str, list[str]]:
-    """Find what else trained on the topics' texts: blocks that are left, by where they are."""
+    """Find what else trained on the topics' texts: remaining blocks, by where they are."""
     kept: dict[str, set[Node]] = {"above": set(), "same": set(), "below": set(), "generic": set()}
     for name, nodes in left.items() if topics else ():
         k = banks[name].layout.blocks.branching
@@ -130,7 +127,6 @@ def _find_related_blocks(
 
 
 def _trained_weights(folder: Path) -> bool | None:
-    """Return whether the recorded run trained other weights than blocks; None if that is unknown."""
     if not (folder / RUN_CONFIG).is_file():
         return None
     run, opened = read_mapping(folder / RUN_CONFIG), open_base(folder, needs_weights=False)
@@ -151,7 +147,6 @@ def _trained_weights(folder: Path) -> bool | None:
 
 
 def _find_copies(folder: Path, model: str) -> list[str]:
-    """Find other places that may contain what an edit deletes, by the record of a checkpoint's run."""
     run = read_mapping(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
     named: list[Any] = [run.get(key) or () for key in ("corpus", "dataset_name")]
     corpora = [str(name) for each in named for name in ([each] if isinstance(each, str) else each)]
@@ -161,25 +156,23 @@ def _find_copies(folder: Path, model: str) -> list[str]:
 
 
 def datasets_cache() -> Path:
-    """Return the folder in which the package datasets keeps copies of texts; it may not exist."""
+    """Return the folder of copies of texts by the package datasets; it may not exist."""
     home = Path(os.environ.get("HF_HOME", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")))
     return Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
 
 
 def _tree_of(folder: Path) -> "ClusterTree | None":
-    """Return the tree of a checkpoint's banks; None if they have none, as before training."""
     from midus_hf.topics.tree import RECORD_FILE, ClusterTree, folder_of_tree
 
     return ClusterTree.load(folder) if (folder_of_tree(folder) / RECORD_FILE).is_file() else None
 
 
 def _centroids(tree: "ClusterTree", topics: Sequence[Node], left: Collection[Node]) -> tuple[list[Node], list[Node]]:
-    """Return the topics whose centroids are deleted, and those whose centroids lead to other blocks."""
     left = [node for node in left if node[1] != GENERIC]
     k, centroids = tree.branching, tree.centroids
     nodes = [node for node in topics if not centroids[node[0] - 1][node[1]].isnan().any()]
     gone = [node for node in nodes if not any(_lies_in(other, node, k) for other in left)]
-    # A path ends at a leaf: if none is left below a node, texts no longer find the block of the node itself either.
+    # A path ends at a leaf: without one below a node, texts no longer find the node's own block.
     before, after = tree.takeable, tree.without(gone)
     lost = [
         (level, number)
@@ -191,12 +184,11 @@ def _centroids(tree: "ClusterTree", topics: Sequence[Node], left: Collection[Nod
 
 
 def _lies_in(node: Node, other: Node, branching: int) -> bool:
-    """Return whether a node is another node, or is below it."""
     return node[0] >= other[0] and node[1] // branching ** (node[0] - other[0]) == other[1]
 
 
 def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
-    """Return `{"model", "fetched", "bank", "banks"}` of a checkpoint's banks, or of one memory's, with the nodes of each level."""
+    """Return `{"model", "fetched", "bank", "banks"}` of all banks, or of a memory's, with nodes per level."""
     with resolve_source(str(model)) as source:
         opened = open_base(source.folder, needs_weights=False)
         banks = _open_banks(opened)
@@ -231,7 +223,6 @@ def _describe_bank(name: str, bank: "MemoryBank") -> dict[str, Any]:
 
 
 def _parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool) -> list[Node]:
-    """Return the named nodes that have blocks, ascending; with `subtree` all below, too."""
     if not names:
         raise RequestError("no node is given; expected one or more, each LEVEL:NODE, such as 2:52.")
     nodes: set[Node] = set()
@@ -244,7 +235,6 @@ def _parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool) -> lis
 
 
 def _parse_node(name: str, layout: BankLayout) -> Node:
-    """Return the node that a name such as `2:52` or `2:generic` says, whether it has a block or not."""
     match = _NODE.fullmatch(name)
     if match is None:
         raise RequestError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
@@ -271,12 +261,10 @@ def _below(level: int, number: int, layout: BankLayout) -> Iterable[Node]:
 
 
 def format_nodes(nodes: Iterable[Node]) -> list[str]:
-    """Return nodes in the form in which requests name them."""
     return [f"{level}:{'generic' if number == GENERIC else number}" for level, number in nodes]
 
 
 def _open_banks(model: BaseCheckpoint) -> dict[str, "MemoryBank"]:
-    """Open the banks of blocks of a checkpoint, by the name of their memory."""
     from midus_hf.memories.hierarchical.bank import MemoryBank
 
     layouts = block_layouts(model.layout.memories)
@@ -284,7 +272,6 @@ def _open_banks(model: BaseCheckpoint) -> dict[str, "MemoryBank"]:
 
 
 def _select_banks(model: BaseCheckpoint, banks: Mapping[str, Any], memory: str | None) -> list[str]:
-    """Return the names of all banks, or of the one of a memory; refuse if there is none."""
     chosen = [name for name in banks if memory in (None, name)]
     if not chosen:
         raise RequestError(

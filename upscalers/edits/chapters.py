@@ -1,4 +1,4 @@
-"""Memories of chapters in a checkpoint: their listing, and their edits, chapters set to zero or pruned."""
+"""Memories of chapters in a checkpoint: their listing, and chapters set to zero or pruned."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ from upscalers.request import Progress, show_progress
 from upscalers.tensors.recipes import RowRange, Rows
 from upscalers.tensors.writer import OutputTensor
 
-# For each position of the result the chapter of the model that is moved there; None is a chapter of zeros.
+# The model's chapter at each position of the result; None is a chapter of zeros.
 Origins = Sequence[int | None]
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -48,12 +48,10 @@ class ChapterMemory:
 
     @property
     def name(self) -> str:
-        """Name of the memory in its config entry and its tensors."""
         return self.entry.name
 
     @cached_property
     def banks(self) -> tuple[ChapterBank, ...]:
-        """Banks of the memory; if layers do not share banks, each layer has one."""
         tables = self.model.layout.memories.tables(self.name)
         if tables:
             shared = f"{self.model.prefix}{TABLES}.{self.name}"
@@ -145,7 +143,6 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
 def _arranged(
     memory: ChapterMemory, numbers: Sequence[int], rows: Origins, routers: Origins, options: dict[str, Any]
 ) -> EditDetails:
-    """Return the edit that gives each chapter the memory tokens and the router of its origin."""
     tensors: dict[str, list[OutputTensor]] = {}
 
     def make(name: str, origins: Origins, rows_of_chapter: int) -> None:
@@ -162,7 +159,6 @@ def _arranged(
 
 
 def _ranges(origins: Origins, rows: int, name: str) -> tuple[RowRange, ...]:
-    """Return row ranges of chapters of `rows` rows each; successive chapters are one range."""
 
     def distance(entry: tuple[int, int | None]) -> int | None:
         position, origin = entry
@@ -177,7 +173,7 @@ def _ranges(origins: Origins, rows: int, name: str) -> tuple[RowRange, ...]:
 
 
 def parse_numbers(text: str, num_chapters: int) -> tuple[int, ...]:
-    """Return the numbers of chapters in a list such as `"3,7-9"`, in its order; refuse other text, repeats, and stray numbers."""
+    """Return the numbers in a list such as `"3,7-9"`, in order; refuse others, repeats, and stray numbers."""
     numbers: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -194,7 +190,7 @@ def parse_numbers(text: str, num_chapters: int) -> tuple[int, ...]:
 
 
 def format_numbers(numbers: Sequence[int]) -> str:
-    """Return numbers in the form that `parse_numbers` reads, with successive numbers as ranges."""
+    """Return numbers as `parse_numbers` reads them, with ranges."""
     ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -213,9 +209,9 @@ def list_chapters(model: str | Path, memory: str | None = None, progress: Progre
         progress: Display that shows every chapter. Default: none.
 
     Returns:
-        `{"model", "memories", "edits"}`. Each memory has its name, its site, its options, T as `chapter_tokens`, and
-        its `banks`. Each bank has the `layers` that read it, `row_norms` with the mean norm of the rows per chapter, and
-        `router_biases` with the biases per chapter, by layer; numbers that are not finite are None.
+        `{"model", "memories", "edits"}`. Each memory has its name, site, options, T as `chapter_tokens`, and `banks`. Each bank has
+        the `layers` that read it, `row_norms`, the mean norm of the rows per chapter, and `router_biases` per chapter, by layer;
+        numbers that are not finite are None.
 
     Raises:
         RequestError: If the model has no memory of this name.
@@ -259,5 +255,4 @@ def _describe_bank(memory: ChapterMemory, bank: ChapterBank, progress: Progress)
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:
-    """Return numbers as JSON has them, with None for NaN and infinity."""
     return [value if math.isfinite(value) else None for value in values]

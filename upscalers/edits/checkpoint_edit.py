@@ -1,4 +1,4 @@
-"""Edits of a checkpoint's memories, which write another checkpoint whose other tensors and files stay the same; shuffled rows."""
+"""Edits of a checkpoint's memories into another checkpoint, all else the same; shuffled rows."""
 
 import contextlib
 import copy
@@ -66,7 +66,7 @@ class EditRequest:
 
 @dataclass(frozen=True)
 class EditDetails:
-    """An edit: its memories, tensors that replace others, entries for the record, and changed options, by memory."""
+    """An edit: its memories, replacing tensors, entries for the record, and changed options by memory."""
 
     memories: Sequence[str]
     tensors: Mapping[str, Sequence[OutputTensor]]
@@ -115,8 +115,8 @@ def shuffle(
 ) -> dict[str, Any]:
     """Permute the rows of all tables of values, so that a slot yields another slot's value.
 
-    All tables of one memory in one layer, or in one table that layers share, get the same order if they have the same number of rows,
-    so that a slot's pre-value stays with its value. Every row is moved. One table is in memory at a time.
+    Tables of one memory in one layer, or in one table that layers share, get the same order if they have as many rows, so a slot's
+    pre-value stays with its value. Every row is moved. One table is in memory at a time.
 
     Args:
         model: A checkpoint with memory, trained or not: a folder or a hub id.
@@ -126,7 +126,7 @@ def shuffle(
         progress: Display that shows every step. Default: none.
 
     Returns:
-        As from `edit_checkpoint`, with `seed`, and with the number of shuffled tables as `tables`.
+        As from `edit_checkpoint`, with `seed`, and `tables`, the number of shuffled tables.
 
     Raises:
         RequestError: If the seed is out of range, the model has no rows of values, or the output cannot be made.
@@ -152,7 +152,7 @@ def shuffle(
 
 @dataclass(frozen=True)
 class PermutedRows(Recipe):
-    """Recipe that reorders the rows of a table, its dimension before the last, so that every row is moved."""
+    """Recipe that moves every row of a table (its dimension before the last) to another place."""
 
     source: str
     seed: int
@@ -162,7 +162,7 @@ class PermutedRows(Recipe):
 
 
 def row_order(rows: int, seed: int) -> "torch.Tensor":
-    """Return the row that is moved to each position, `[rows]`, int64: one random cycle through all rows, two or more."""
+    """Return the row moved to each position, `[rows]`, int64: one random cycle through two or more rows."""
     import torch
 
     cycle = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
@@ -172,7 +172,6 @@ def row_order(rows: int, seed: int) -> "torch.Tensor":
 
 
 def _value_tables(model: BaseCheckpoint) -> Iterator[tuple[str, str, DeclaredTensor]]:
-    """Yield each table of values: full name, memory (name, or type if inserted), and declaration."""
     memories = model.layout.memories
     for entry in memories.entries:
         within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
@@ -211,7 +210,7 @@ def copied_for_edit(model: BaseCheckpoint, request: EditRequest) -> Iterator[Pat
 
 
 def remove_results(folder: Path) -> None:
-    """Remove results that were measured before the edit from the card in a folder."""
+    """Remove results measured before the edit from the card in a folder."""
     card = folder / CARD_FILE
     text = card.read_bytes().decode() if card.is_file() else ""
     if (kept := without_results(text, "the edit")) != text:
@@ -221,7 +220,6 @@ def remove_results(folder: Path) -> None:
 def _write_siblings(
     model: BaseCheckpoint, partial: Path, edit: dict[str, Any], options: Mapping[str, Any], progress: Progress
 ) -> None:
-    """Write config, record and card with the edit, code, and copies of the other files."""
     config = model.whole_config(_edited_config(model.config, edit, options))
     copy_travelling_files(model.folder, partial, progress)
     write_config(partial, config)
@@ -237,7 +235,6 @@ def _write_siblings(
 
 
 def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, Any]) -> Config:
-    """Return the config with an edit recorded; an edit of the base's memories is in its config too."""
     config = copy.deepcopy(config)
     entries = config.get("memory") or []
     memories = [(_name_in(entry), entry) for entry in entries]
@@ -253,13 +250,11 @@ def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, A
 
 
 def _name_in(entry: Mapping[str, Any]) -> str:
-    """Return the name of a memory in edits, by its entry in a config."""
     kind = memory_type(entry["type"])
     return entry.get("name") or (kind.type if entry.get("site", kind.sites[0]) == "inserted" else kind.default_name)
 
 
 def _edited_card(card: str, edit: dict[str, Any]) -> str:
-    """Return a model card with a line about the edit at its end."""
     line = f"- {describe_edit(edit)} (midus_hf {edit['version']})\n"
     if _HEADING in card:
         return f"{card.rstrip()}\n{line}"

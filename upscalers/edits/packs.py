@@ -1,4 +1,4 @@
-"""Glossaries of checkpoints: entries are listed, and added, replaced or deleted, in place or in a copy, all other bytes the same."""
+"""Glossaries of checkpoints: entries are listed, added, replaced or deleted, in place or in a copy."""
 
 import contextlib
 import json
@@ -26,7 +26,6 @@ from upscalers.record.provenance import read_record, write_record
 if TYPE_CHECKING:
     from midus_hf.memories.packs.glossary import Entry, Glossary, GlossaryChange
 
-# Larger files are not searched for the text of a deleted entry.
 _MAX_SEARCHED_BYTES = 64 << 20
 
 
@@ -37,8 +36,8 @@ def list_entries(model: str | Path) -> dict[str, Any]:
         model: A checkpoint with packs: a folder or a hub id.
 
     Returns:
-        `{"model", "max_tokens", "entries"}`: the number of tokens of a text that are read at most, and for each entry
-        `{"names", "text", "exact", "tokens"}`, with the number of tokens of the whole text.
+        `{"model", "max_tokens", "entries"}`: the most tokens of a text that are read, and `{"names", "text", "exact", "tokens"}` of
+        each entry, with the number of tokens of the whole text.
 
     Raises:
         RequestError: If the glossary or the tokenizer cannot be read.
@@ -76,12 +75,12 @@ def add_entries(
         request: The checkpoint, and the folder to make; without one, the checkpoint's own glossary is changed.
         corpus: File, folder or Hub dataset.
         common_names: Whether a name may be a frequent word, which almost every text has. Default: False.
-        protect: File, folder or Hub dataset of texts that must not contain a name of any entry, which is recorded. Default: none; a
-            model that recorded protected texts no longer does so if there are new names.
+        protect: File, folder or Hub dataset of texts that must not contain a name of any entry; recorded. Default: none; a record of
+            protected texts goes if there are new names.
 
     Returns:
-        `{"command", "model", "output", "entries", "remarks", "seconds"}`, where `entries` has the names of each entry of the corpus,
-        and `remarks` lines on what is not read, or no longer recorded.
+        `{"command", "model", "output", "entries", "remarks", "seconds"}`: `entries` has the names of each entry of the corpus,
+        `remarks` lines on what is not read, or no longer recorded.
 
     Raises:
         RequestError: If the model has no packs, a row is no entry, a name has an entry already, or a protected text contains a name.
@@ -96,7 +95,7 @@ def replace_entries(
 ) -> dict[str, Any]:
     """Replace the texts of entries by those of a corpus, whose rows have one of the entry's names.
 
-    Names of a row that are new are added to the entry, and `exact` is taken if the row has it. Arguments and result are those of
+    New names of a row are added to the entry, and `exact` is taken if the row has it. Arguments and result are those of
     `add_entries`; `entries` has all names of the entries as they are now.
 
     Raises:
@@ -112,18 +111,18 @@ def replace_entries(
 def delete_entries(request: EditRequest, names: Sequence[str]) -> dict[str, Any]:
     """Delete all entries that names find: the glossary has none of their rows.
 
-    A text with such a name is then computed as without the entry, and every other text as before. What other entries, and records of
-    the model, say with the names remains.
+    A text with such a name is then computed as without the entry, every other text as before. What other entries, and records of the
+    model, say with the names remains.
 
     Args:
         request: The checkpoint, and the folder to make; without one, the checkpoint's own glossary is changed.
         names: Names in any form in which they are found in texts. An entry with several names is deleted as a whole.
 
     Returns:
-        As from `add_entries`, with `remains`, where the names of deleted entries still occur: `texts`, other entries by their first
-        names; other `names`; and `files`, such as those that record the name of a corpus. `copies` lists the files that still have a
-        name and a line of the text of a deleted entry, among those in the folders `searched`, files of rows and glossaries of
-        other checkpoints, and the folders in the cache of datasets that have them.
+        As from `add_entries`, with `remains`, where the names still occur: `texts`, other entries by their first names; other
+        `names`; and `files`, such as those that record the name of a corpus. `copies` lists files that still have a name and a line
+        of a deleted text, among those in the folders `searched`, files of rows and glossaries of other checkpoints, and folders in
+        the cache of datasets that have them.
 
     Raises:
         RequestError: If the model has no packs, or a name has no entry.
@@ -163,8 +162,7 @@ def _edit(
             remarks.append(f"{UNPROTECTED.format(was_protected[0])} Pass --protect to check them.")
         if request.output is None:
             output = source
-            # What the record and the card promise must hold whenever the process is killed: promises that the change ends go
-            # before it, and new ones come after it.
+            # Whenever the process is killed, record and card must be true: ended promises go before the change, new ones come after.
             remove_results(source)
             if was_protected:
                 _record_protected(source, None)
@@ -195,7 +193,6 @@ def _edit(
 
 @contextlib.contextmanager
 def _open_folder(request: EditRequest) -> Iterator[Path]:
-    """Yield the folder of a request's checkpoint, locked if it is changed in place."""
     if request.output is not None:
         with resolve_source(str(request.model)) as source:
             yield source.folder
@@ -244,7 +241,6 @@ def _record_protected(folder: Path, protect: str | None) -> None:
 
 
 def _left(glossary: "Glossary", deleted: Sequence["Entry"], output: Path) -> dict[str, Any]:
-    """Return where names of deleted entries still occur, as they would be found in texts."""
     from midus_hf.memories.packs.names import NameIndex, find_names, name_of
 
     table = NameIndex((name_of(0, name) for entry in deleted for name in entry.names), not_forms=())
@@ -259,7 +255,6 @@ def _left(glossary: "Glossary", deleted: Sequence["Entry"], output: Path) -> dic
 
 
 def _find_copies(deleted: Iterable["Entry"], source: Path, output: Path) -> dict[str, Any]:
-    """Find files that still have a name and a text line of a deleted entry, and say what was searched."""
     from midus_hf.data.corpus import ROW_SUFFIXES
 
     wanted = [
@@ -292,16 +287,13 @@ def _find_copies(deleted: Iterable["Entry"], source: Path, output: Path) -> dict
 
 
 def _encodings(text: str) -> set[bytes]:
-    """Return the bytes of a text in JSON, in tables, and as it is."""
     in_json = (json.dumps(text, ensure_ascii=each)[1:-1] for each in (True, False))
     return {each.encode() for each in (text, text.replace('"', '""'), *in_json)}
 
 
 def _short_path(path: Path) -> str:
-    """Return a path from the working directory on if it is there, or the whole path."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _unescaped(text: str) -> str:
-    """Return the text of JSON or YAML without escapes of characters."""
     return text.encode("latin-1", "backslashreplace").decode("unicode_escape", "replace")

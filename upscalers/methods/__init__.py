@@ -1,4 +1,4 @@
-"""Upscaling methods, with the methods of one paper per file. Importing this package registers all of them."""
+"""Upscaling methods, one paper per file. Importing this package registers all of them."""
 
 import importlib
 import pkgutil

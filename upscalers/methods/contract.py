@@ -44,7 +44,6 @@ class Paper:
 
     @property
     def bibtex(self) -> str:
-        """BibTeX entry for citing the paper."""
         kind, where = ("article", f"journal = {{arXiv preprint {self.reference}}}")
         if self.booktitle is not None:
             kind, where = ("inproceedings", f"booktitle = {{{self.booktitle}}}")
@@ -52,7 +51,6 @@ class Paper:
         return f"@{kind}{{{self.key},\n  " + ",\n  ".join(fields) + "\n}"
 
     def to_dict(self) -> dict[str, str]:
-        """Return title and reference, as records have them."""
         return {"title": self.title, "reference": self.reference}
 
 
@@ -64,25 +62,21 @@ class NoOptions:
 class Method(ABC):
     """An upscaling method: a plan, and a recipe for each tensor that the plan needs.
 
-    A subclass declares properties in class attributes, and overrides methods where it differs from plain insertion of layers.
+    A subclass sets class attributes, and overrides methods where it differs from plain insertion of layers.
     """
 
     name: ClassVar[str]
-    #: One line that describes the method.
     summary: ClassVar[str]
-    #: The paper of the method; None for a common practice without a paper.
+    #: None for a common practice without a paper.
     paper: ClassVar[Paper | None]
     options_class: ClassVar[type] = NoOptions
-    #: Whether the upscaled model computes exactly the same as the base: on the class, with the default options; on an instance,
-    #: with its options.
+    #: Whether the model computes exactly the same as the base: on the class by default options, on an instance by its own.
     identity: bool
     #: Exceptions to `identity`, a noun phrase, or None.
     identity_except: ClassVar[str | None] = None
-    #: The part of the model that is trained after upscaling.
     trainable: ClassVar[Literal["new", "all"]] = "new"
-    #: Placement used if none is requested; None for a method that orders the layers itself, or adds none.
+    #: Used if none is requested; None for a method that orders the layers itself, or adds none.
     default_placement: ClassVar[str | None] = "distributed"
-    #: Whether the upscaled model is deeper than the base.
     adds_layers: ClassVar[bool] = True
 
     def __init__(self, options: Any):
@@ -102,30 +96,21 @@ class Method(ABC):
     recorded_options = options_record  # the name until 1.0
 
     def check(self, base: BaseCheckpoint) -> None:  # noqa: B027 - most methods take any base
-        """Refuse a base that the method cannot upscale.
-
-        Raises:
-            RequestError: If the base is refused.
-        """
+        """Refuse, with a `RequestError`, a base that the method cannot upscale."""
 
     def remarks(self, base: BaseCheckpoint) -> list[str]:
         """Return notes for the user about how the base was checked or read."""
         return []
 
     def check_machine(self) -> None:  # noqa: B027 - most methods need nothing special
-        """Refuse to start if a package or device is missing. A dry run skips this check.
-
-        Raises:
-            RequestError: If one is missing.
-        """
+        """Refuse, with a `RequestError`, a missing package or device; dry runs skip this check."""
 
     def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
         """Return the layer plan.
 
         Args:
             base: The base checkpoint.
-            num_new_layers: K, number of new layers. None: half the layers of the base, or the nearest number
-                that the placement allows.
+            num_new_layers: K, number of new layers. None: half the base's layers, or the nearest number that the placement allows.
             placement: Name of a placement policy, or indices joined by commas. None: the method's default.
         """
         policy = self.default_placement if placement is None else placement
@@ -139,13 +124,7 @@ class Method(ABC):
         return Plan(tuple(layers), base.num_layers)
 
     def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
-        """Return the base layers that a new layer is made from. The first provides the attention and its type.
-
-        Args:
-            base: The base checkpoint.
-            layer: The new layer, as yet without sources.
-            index: Index of the new layer in the upscaled model.
-        """
+        """Return the base layers that new layer `index` is made from, the first for attention and its type."""
         source = layer.next if layer.next is not None else layer.previous
         assert source is not None
         return (source,)
@@ -161,15 +140,10 @@ class Method(ABC):
     concerns = plan_warnings  # the name until 1.0
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
-        """Return warnings about the measurements of solvers.
-
-        Raises:
-            RequestError: If the result has to be rejected; nothing of it is left.
-        """
+        """Return warnings about measurements of solvers; raise `RequestError` to reject and remove the result."""
         return []
 
     def config(self, base: BaseCheckpoint, plan: Plan) -> Config:
-        """Return the raw config of the upscaled model."""
         return follow_plan(base, plan)
 
     def recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
@@ -197,19 +171,12 @@ class Method(ABC):
         """Fill the banks of the result, after it was written and compared with the base."""
 
     def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
-        """Return a recipe for each tensor of the new layer `index`, by its name within the layer.
-
-        A method whose plans have new layers overrides this.
-        """
+        """Return a recipe for each tensor of new layer `index`, by name; methods with new layers override it."""
         raise TypeError(f"{type(self).__name__} does not say what new layers are made from.")
 
 
 def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
-    """Register a method under the name that `--method` takes.
-
-    Raises:
-        RequestError: If the name is taken, or the class does not set `identity`.
-    """
+    """Register a method under the name that `--method` takes; refuse a taken name, or no `identity`."""
     if name in METHODS:
         raise RequestError(f"method {name!r} is already registered; choose another name.")
 
@@ -233,11 +200,7 @@ def load_plugin_methods() -> None:
 
 
 def get_method(name: str) -> type[Method]:
-    """Return the method of a name.
-
-    Raises:
-        RequestError: If there is none. The message lists similar names.
-    """
+    """Return the method of a name; a `RequestError` about an unknown one lists similar names."""
     import upscalers.methods  # noqa: F401 - fills the table
 
     if name not in METHODS:

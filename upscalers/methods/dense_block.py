@@ -1,4 +1,4 @@
-"""Base classes and helpers of dense methods, whose new layers are ordinary decoder layers of the family."""
+"""Base classes and helpers of dense methods, whose new layers are ordinary decoder layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,9 @@ from upscalers.methods.contract import Method
 from upscalers.plan.plan import New, Plan
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
-# Methods whose new layers are each made from one layer, of any kind.
 COPYING = "llama-pro or solar"
-# Roles of tensors that write to the residual stream.
 _WRITING_ROLES = frozenset({"output_projection", "down", "attention_output_norm", "mlp_output_norm"})
-# Roles of tensors that write to the residual stream only in some layers, by the role that is filled in these layers too.
+# Written to the residual stream only in some layers, by the role that is filled in these layers too.
 _ALSO_WRITING = {"down": "per_layer_projection", "mlp_output_norm": "per_layer_output_norm"}
 IdentityInit = Literal["auto", "zero_out_proj", "zero_out_norm", "none"]
 IDENTITY_HELP = (
@@ -61,11 +59,7 @@ class DenseMethod(Method):
         return plan
 
     def check_sources(self, base: BaseCheckpoint, sources: Sequence[int], layer: str) -> None:
-        """Refuse base layers that no new layer can be made from; `layer` names the new layer in messages.
-
-        Raises:
-            RequestError: If the first layer lacks projections that the method needs or that the identity fills.
-        """
+        """Refuse, with a `RequestError`, base layers unfit for a new layer, which messages name `layer`."""
         first = base.layout.backbone_layers[sources[0]]
         filled, needed = self.filled_roles(base), self.needed_roles(base)
         known = {tensor.role for tensor in first.values() if tensor.parts is None}
@@ -82,15 +76,13 @@ class DenseMethod(Method):
             )
 
     def needed_roles(self, base: BaseCheckpoint) -> frozenset[str]:
-        """Return the roles that tensors of each source of a new layer must have."""
         return frozenset()
 
     def filled_roles(self, base: BaseCheckpoint) -> frozenset[str]:
         """Return the roles whose tensors are filled to make a block the identity.
 
-        Zero projections make a block the identity in every family. But the derivative of a norm at zero is 1 /
-        sqrt(eps). In families with norms after the projections, the gains of these norms are zeroed instead, which
-        keeps the first training step small.
+        Zero projections suffice in every family, but a norm's derivative at zero is 1 / sqrt(eps). With norms after the projections,
+        their gains are zeroed instead, which keeps the first training step small.
         """
         if self.identity_init == "none":
             return frozenset()
@@ -118,11 +110,7 @@ class DenseMethod(Method):
 
 
 def whole_layer(base: BaseCheckpoint, layer: int, index: int) -> int:
-    """Return `layer`, the base layer that new layer `index` is made from, if it is a whole decoder layer.
-
-    Raises:
-        RequestError: If the base layer is a memory block, which has no feed-forward network.
-    """
+    """Return `layer`, the source of new layer `index`; refuse memory blocks, which lack a network."""
     if layer in base.layout.memories.inserted:
         raise RequestError(
             f"new layer {index} would be made from base layer {layer}, which is a memory block; expected a layer with a "
@@ -138,16 +126,10 @@ class FusionMethod(DenseMethod):
 
     @property
     def kinds_remedy(self) -> str:
-        """A sentence that says how layers of one kind are fused."""
         return "Pass --set neighbours=same_type, or choose another placement."
 
     def check_sources(self, base: BaseCheckpoint, sources: Sequence[int], layer: str) -> None:
-        """Refuse base layers that cannot be fused; `layer` names the new layer in messages.
-
-        Raises:
-            RequestError: If layers differ in their tensors, or have experts, or lack projections that the method needs or
-                that the identity fills.
-        """
+        """Refuse base layers that differ in tensors, have experts, or lack needed or filled projections."""
         first, *others = (base.layout.backbone_layers[source] for source in sources)
         experts = [source for source in sources if source in base.layout.expert_layers]
         if experts:
@@ -166,12 +148,9 @@ class FusionMethod(DenseMethod):
         super().check_sources(base, sources, layer)
 
     def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
-        """Return the base layers on both sides of a new layer, the next layer first.
+        """Return the base layers on both sides of a new layer, next first; refuse missing or memory blocks.
 
         With `same_type`, look further back for a layer with the attention type of the next layer.
-
-        Raises:
-            RequestError: If a side has no base layer, or none of that type, or if one is a memory block.
         """
         if layer.previous is None or layer.next is None:
             side = "before" if layer.previous is None else "after"
@@ -191,7 +170,6 @@ class FusionMethod(DenseMethod):
         )
 
     def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
-        """Return the recipe of a tensor: by default the mean of its sources'; a buffer is copied."""
         if tensor.role == "buffer":
             return super().tensor_recipe(base, layer, name, tensor)
         terms = tuple((base.layer_names[source][name], 1.0 / len(layer.sources)) for source in layer.sources)
@@ -216,7 +194,7 @@ class FusionMethod(DenseMethod):
 
 
 class MatrixMethod(FusionMethod):
-    """Method that works on the matrices of the layers on both sides: predicts them, or matches their rows."""
+    """Method that predicts or matches the matrices of the layers on both sides."""
 
     def needed_roles(self, base: BaseCheckpoint) -> frozenset[str]:
         return NEEDED_MATRICES

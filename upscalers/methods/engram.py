@@ -1,4 +1,4 @@
-"""Engram: rows of a table chosen by the last tokens of the text, in parallel to the feed-forward networks of two layers."""
+"""Engram: table rows chosen by the last tokens, in parallel to feed-forward networks of two layers."""
 
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 _PUBLISHED = "published"
 # Text of a token that is part of a character.
 _BROKEN = "\ufffd"
-# Characters tried before names, in addition to those that tokens merge with their beginnings; and characters tried after a name that
-# ends in punctuation, with which tokens may merge it.
+# Tried before names, in addition to those that tokens merge with names; and after names that end in punctuation.
 _PREFIXES = ("", " ", "\n", "\n\n", *"\"'\u201c\u201d\u2018\u2019([{<*-/#$:")
 _SUFFIXES = ("", *".,'\")")
 
 
 @register_method("engram")
 class Engram(AttachedMemoryMethod):
-    """Rows of a table for the n-grams that end at each token, numbered by hashes or by the base's tokenizer and a corpus."""
+    """Table rows for n-grams that end at each token, numbered by hashes or by the tokenizer and a corpus."""
 
     summary = "rows of a table by the last two and three tokens, in two layers (identity at start)"
     paper = Paper(
@@ -168,12 +167,11 @@ class Engram(AttachedMemoryMethod):
         return recipes
 
     def _compresses(self, base: BaseCheckpoint) -> bool:
-        """Return whether tokens of similar text share a number. A dry run may have only a config, and assumes a tokenizer."""
         has_weights = any(tensor.file is not None for tensor in base.tensors.values())
         return self.options.compress and (has_tokenizer(base.folder) or not has_weights)
 
     def _token_numbers(self, base: BaseCheckpoint) -> "torch.Tensor":
-        """Return the number of each token, `[V]`, int64: the smallest id among tokens of similar text."""
+        """Return each token's number, `[V]`, int64: the smallest id of similar text."""
         import torch
 
         numbers = torch.arange(vocabulary_of(base))
@@ -183,7 +181,6 @@ class Engram(AttachedMemoryMethod):
         return numbers
 
     def _ngrams(self, base: BaseCheckpoint) -> "torch.Tensor":
-        """Return the keys of the n-grams of the corpus, `[N]`, int64, ascending. The corpus is read once."""
         from midus_hf.data.corpus import read_corpus
         from midus_hf.memories.engram.known_ngrams import keys_of_texts, known_ngrams
 
@@ -210,7 +207,7 @@ class Engram(AttachedMemoryMethod):
         return self._keys
 
     def _ends_of_names(self, names: Iterable[str], tokenizer: Any, numbers: "torch.Tensor") -> "torch.Tensor":
-        """Return the keys of the n-grams with which names end, `[N]`, int64, ascending, and record the name of each."""
+        """Return the keys of the n-grams that end names, `[N]`, int64, ascending; record the names."""
         import torch
 
         from midus_hf.memories.packs.names import TokenSpelling
@@ -237,7 +234,7 @@ class Engram(AttachedMemoryMethod):
 
 
 def merged_fronts(spelling: "TokenSpelling") -> dict[str, dict[str, None]]:
-    """Return the texts that tokens have before the beginning of a word: punctuation, spaces, words of scripts without spaces."""
+    """Return texts that tokens have before words: punctuation, spaces, words of scripts without spaces."""
     from midus_hf.memories.packs.names import characters_of
 
     fronts: dict[str, dict[str, None]] = {}
@@ -253,7 +250,7 @@ def merged_fronts(spelling: "TokenSpelling") -> dict[str, dict[str, None]]:
 def ends_of_name(
     name: str, spelling: "TokenSpelling", fronts: Mapping[str, Iterable[str]]
 ) -> tuple[tuple[int, ...], dict[tuple[int, ...], None]]:
-    """Return the tokens of a name without a prefix, and those that it reaches into after each prefix, if they spell it."""
+    """Return a name's tokens without a prefix, and those after each prefix, if they spell it."""
     from midus_hf.memories.packs.names import NameIndex, name_of, names_in
 
     name, table = name.strip(), NameIndex([name_of(0, name)])
@@ -276,22 +273,19 @@ def ends_of_name(
 
 
 def _shown(names: Iterable[str]) -> str:
-    """Return the first few names, in quotes."""
     return first_few([repr(textwrap.shorten(name, 40, placeholder="...")) for name in names])
 
 
 def recorded_name(source: str) -> str:
-    """Return the name of texts in records: the last part of a path, which reveals no folders, or the id of a dataset."""
+    """Return a name of texts for records: a path's last part, which reveals no folders, or an id."""
     return Path(source).name if Path(source).expanduser().exists() else source
 
 
 def vocabulary_of(base: BaseCheckpoint) -> int:
-    """Return V, the number of rows of the embedding."""
     return base.tensors[f"{base.prefix}embed_tokens.weight"].shape[0]
 
 
 def tokenizer_of(base: BaseCheckpoint) -> Any:
-    """Return the tokenizer of a checkpoint, or raise `RequestError`."""
     from midus_hf.sources.tokenizers import load_tokenizer
 
     with as_request_error(f"the tokenizer of {base.folder} cannot be loaded", OSError, ValueError):
@@ -299,7 +293,7 @@ def tokenizer_of(base: BaseCheckpoint) -> Any:
 
 
 def equivalent_ids(tokenizer: Any) -> list[int]:
-    """Return for each id of a tokenizer the smallest id whose token has a similar text (Engram, arXiv 2601.07372, section 2.2)."""
+    """Return per id the smallest id whose token has a similar text (arXiv 2601.07372, section 2.2)."""
     from tokenizers import Regex, normalizers
 
     spaces, accents = normalizers.Replace(Regex(r"\s+"), " "), normalizers.StripAccents()
@@ -309,7 +303,7 @@ def equivalent_ids(tokenizer: Any) -> list[int]:
     for token in range(len(tokenizer)):
         text = tokenizer.decode([token], skip_special_tokens=False)
         alike = like.normalize_str(text)
-        # A zero byte, which no text has, keeps names of tokens apart from texts.
+        # A zero byte, which texts lack, keeps names of tokens apart from texts.
         key = f"\0{tokenizer.convert_ids_to_tokens(token)}" if _BROKEN in text else (alike.strip() or alike or text)
         numbers.append(first.setdefault(key, token))
     return numbers

@@ -1,4 +1,4 @@
-"""Hierarchical memories: methods with a bank next to the checkpoint, from which texts fetch blocks, and no new tensors."""
+"""Hierarchical memories: a bank next to the checkpoint, from which texts fetch blocks."""
 
 from midus_hf.memories.hierarchical.options import (
     HierFFNOptions,

@@ -1,4 +1,4 @@
-"""LESA: new layers predicted from their neighbours by networks that are trained on the layers of the base."""
+"""LESA: new layers predicted from their neighbours by networks trained on the base's layers."""
 
 import math
 import time
@@ -19,9 +19,9 @@ from upscalers.tensors.recipes import Copy, Measurement, Recipe, Scratch, Solver
 if TYPE_CHECKING:
     import torch
 
-# Norm, as a share of the neighbours' norm, below which a prediction counts as collapsed.
+# As a share of the neighbours' norm: predictions below count as collapsed.
 _COLLAPSED = 0.5
-# Cosine to the neighbours' mean below which a prediction counts as unrelated; a neighbour itself has about 0.7.
+# Cosine to the neighbours' mean: predictions below count as unrelated; a neighbour itself has about 0.7.
 _UNRELATED = 0.1
 _HIDDEN_NORMS = frozenset({"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm"})
 
@@ -142,7 +142,6 @@ class Lesa(MatrixMethod):
 
 
 def _worst(measurements: Sequence[Measurement], key: str) -> str:
-    """Return the lowest measurement `key` of each matrix, as text."""
     lowest: dict[str, float] = {}
     for row in measurements:
         lowest[row["tensor"]] = min(row[key], lowest.get(row["tensor"], row[key]))

@@ -18,7 +18,7 @@ class LlamaProOptions:
 
 @register_method("llama-pro")
 class LlamaPro(DenseMethod):
-    """Block expansion (section 3.2): a copy of the last layer of each group after the group, made the identity."""
+    """Block expansion (section 3.2): a copy of each group's last layer after it, made the identity."""
 
     summary = "block expansion: copies of evenly spaced layers, made the identity"
     paper = Paper(
@@ -33,7 +33,6 @@ class LlamaPro(DenseMethod):
     default_placement = "llama-pro"
 
     def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
-        """Return the layer before the new layer, or else the layer after it."""
         source = layer.previous if layer.previous is not None else layer.next
         assert source is not None
         return (whole_layer(base, source, index),)

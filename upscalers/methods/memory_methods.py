@@ -1,4 +1,4 @@
-"""Base classes of methods that add a memory: attached to layers of the base, or inserted in new layers."""
+"""Base classes of methods that add a memory: attached to layers of the base, or in new layers."""
 
 import re
 from abc import abstractmethod
@@ -34,7 +34,6 @@ class HostedMemoryMethod(Method):
         """Return the sites for the memory, the default first, each with the memory's type."""
 
     def check_proven(self, row: ModelType, site: SiteName) -> None:
-        """Refuse a model type that is not proven with the memory at a site."""
         memory_type = dict(self.positions())[site]
         failure = row.refusal(site, memory_type)
         if failure is None:
@@ -70,22 +69,19 @@ def initialised(tensor: DeclaredTensor, full_name: str, seed: int) -> Recipe:
 class AttachedMemoryMethod(HostedMemoryMethod):
     """Method that attaches a memory to layers of the base, which otherwise stay unchanged.
 
-    A subclass names the options of its memory type in `memory_options`. The method's options are these and the
-    position of the memory: `layers`, `site` and, for memory types with the site `skip`, `span`.
+    A subclass sets `memory_options`; the method's options are these, `layers`, `site` and, with the site `skip`, `span`.
     """
 
     memory_options: ClassVar[type[MemoryOptions]]
-    # Sites at which the memory type can be attached to existing layers, the default first.
+    # Sites for existing layers, the default first.
     sites: ClassVar[list[SiteName]]
-    # Default of the option `layers`.
     default_layers: ClassVar[Any] = "all"
-    # Options of the method other than those of the memory and of its position: name, type and field.
+    # Further options of the method: name, type and field.
     own_options: ClassVar[list[tuple[str, Any, Any]]] = []
     default_placement = None
     adds_layers = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make the class of the options of the memory type, of its position, and of the method."""
         super().__init_subclass__(**kwargs)
         if "memory_options" not in vars(cls):
             return
@@ -152,7 +148,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         return MemoryEntry(self._memory(), site, layers, name, into)
 
     def layers(self, base: BaseCheckpoint) -> tuple[int, ...]:
-        """Return the indices of the layers that get the memory; refuse an option `layers` that names none, or others."""
+        """Return the indices of layers that get the memory; refuse `layers` if it names none or others."""
         own = self._hosting_layers(base)
         chosen = self.options.layers
         if chosen == "all":
@@ -176,12 +172,10 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         )
 
     def _projections(self, base: BaseCheckpoint) -> dict[str, tuple[int, int]]:
-        """Return the widths of projections that a layer needs, by role; none outside of parts of layers."""
         inside = self.options.site.startswith("inside-")
         return self._memory().layer_projections(base.layout.sizes) if inside else {}
 
     def _hosting_layers(self, base: BaseCheckpoint) -> list[int]:
-        """Return the layers that can have the memory: those with projections of the needed widths."""
         widths, hosting = self._projections(base), []
         for layer in _layers_of_base(base):
             matrices = {(each.role, each.shape) for each in projections_of(base.layout.backbone_layers[layer])}
@@ -214,21 +208,17 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         return recipes
 
     def _memory(self) -> MemoryOptions:
-        """Return the options of the memory type without the options of its position."""
         values = {field.name: getattr(self.options, field.name) for field in fields(self.memory_options)}
         return self.memory_options(**values)
 
 
 def _layers_of_base(base: BaseCheckpoint) -> list[int]:
-    """Return the layers that were not inserted for a memory, and so have a feed-forward network."""
+    """Return the layers with a feed-forward network, which were not inserted for a memory."""
     return [layer for layer in range(base.num_layers) if layer not in base.layout.memories.inserted]
 
 
 class InsertedMemoryMethod(HostedMemoryMethod):
-    """Method that inserts `M(x) = x + Mem(Attn'(LN(x)))` (MIDUS, section 4.1).
-
-    Attention and norm are copied from the next layer.
-    """
+    """Method that inserts `M(x) = x + Mem(Attn'(LN(x)))` (MIDUS, section 4.1), copying the next layer."""
 
     paper = Paper(
         key="midus",
@@ -252,10 +242,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         return [("inserted", cls.options_class.type)]
 
     def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
-        """Return the nearest base layer, after or else before, with all attention tensors of a block.
-
-        Layers of another kind may have no attention, and memory blocks of an earlier upscaling may lack its output projection.
-        """
+        """Return the nearest base layer, after or else before, with all attention tensors of a block."""
         kept, layers = kept_roles(self.options), base.layout.layers
         following = base.num_layers if layer.next is None else layer.next
         for source in (*range(following, base.num_layers), *range(following - 1, -1, -1)):

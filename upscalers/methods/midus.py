@@ -1,4 +1,4 @@
-"""MIDUS with the head-wise memory of the paper, and with the memories that the paper compares it to."""
+"""MIDUS with the paper's head-wise memory, and the memories that the paper compares."""
 
 from midus_hf.memories.midus_baselines.options import MidusLinearOptions, MidusPkmOptions
 from midus_hf.memories.midus_hml.options import MidusHmlOptions

@@ -1,4 +1,4 @@
-"""OpT-DeUS: fusion of the layers on both sides, neurons matched by optimal transport; and its baseline, their mean."""
+"""OpT-DeUS: neighbours fused, with neurons matched by optimal transport; and the baseline, their mean."""
 
 import importlib.util
 import time
@@ -135,7 +135,6 @@ class BlockFusion(Solver):
         }
 
     def recipes(self) -> dict[str, Recipe]:
-        """Return the recipes of the tensors that the solver makes, by their name within the layer."""
         made = [each for each in (*self._weights.values(), *self._biases.values()) if each.role not in self._filled]
         norms: dict[str, Recipe] = {
             name: SolverTensor(self._tensors[name].shape, self, name) for name in self._norms.values()
@@ -172,13 +171,11 @@ class BlockFusion(Solver):
             del plan
 
     def _pair(self, scratch: Scratch, role: str) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Return the previous and the next layer's matrix of a role."""
         return self._read(scratch, self._weights[role].name, self._weights[role])
 
     def _read(
         self, scratch: Scratch, name: str, projection: Projection | None = None
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Return the previous and the next layer's tensor, or their rows of a projection."""
         import torch
 
         dtype = getattr(torch, self._options.precision)
@@ -213,7 +210,6 @@ class BlockFusion(Solver):
     def _fused(
         self, role: str, plan: "Transport", scratch: Scratch, source: "torch.Tensor", following: "torch.Tensor"
     ) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield the mean of matched and next rows, of the weight and of the bias."""
         yield self._weights[role].key, ((plan.rows(source) + following) / 2).cpu()
         bias = self._biases.get(role)
         if bias is not None:
@@ -222,7 +218,6 @@ class BlockFusion(Solver):
             yield bias.key, ((carried + other) / 2).cpu()
 
     def _mlp_norm(self, residual: "Transport", scratch: Scratch) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield the norm before the feed-forward network."""
         # The norm reads the residual stream, so the previous layer's gain is half mapped and half unchanged.
         name = self._norms.get("mlp_norm")
         if name is not None:
@@ -234,13 +229,12 @@ class BlockFusion(Solver):
 
     @staticmethod
     def _barycentric(plan: "Transport", values: "torch.Tensor") -> "torch.Tensor":
-        """Return the mean of the source rows' values for each target row, weighted by the plan."""
         import torch
 
         return plan.rows(values) / plan.rows(torch.ones_like(values))
 
     def _is_made_norm(self, base: BaseCheckpoint, name: str, tensor: LayerTensor) -> bool:
-        """Return whether a norm's weight is mapped: the feed-forward network's, and those over all heads together."""
+        """Return whether a norm's weight is mapped: the feed-forward network's, or one over all heads."""
         if not name.endswith(".weight") or tensor.offset is None or tensor.role in self._filled:
             return False
         if tensor.role not in ("query_norm", "key_norm"):

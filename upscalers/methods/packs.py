@@ -89,7 +89,6 @@ class Packs(AttachedMemoryMethod):
         return remarks
 
     def glossary(self, base: BaseCheckpoint) -> "Glossary":
-        """Return the entries of the corpus, which is read once."""
         if self._glossary is None:
             from midus_hf.memories.packs.glossary import Glossary
 
@@ -112,7 +111,6 @@ class Packs(AttachedMemoryMethod):
 
 
 def _rotations(config: Any) -> Iterator[dict[str, Any]]:
-    """Yield the settings of rotary embeddings of a config; some families have several, one for each kind of layer."""
     for key in ("rope_parameters", "rope_scaling"):
         value = config.get(key)
         if isinstance(value, dict):
@@ -120,7 +118,7 @@ def _rotations(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def corpus_rows(corpus: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the origin of each row of a corpus for messages, and the row; refuse a corpus without the columns."""
+    """Yield each row of a corpus with its origin, for messages; refuse a corpus without the columns."""
     from midus_hf.data.corpus import read_rows
 
     rows = read_rows("corpus", corpus)
@@ -134,7 +132,7 @@ def corpus_rows(corpus: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_protected(glossary: "Glossary", protect: str) -> str:
-    """Refuse texts, a file, folder or Hub dataset, that open an entry at any token; return a line on how many there are."""
+    """Refuse texts (a file, folder or Hub dataset) that open an entry; return a line on their number."""
     from midus_hf.data.corpus import read_corpus
 
     texts = list(read_corpus(protect, key="protect")["text"])

@@ -10,7 +10,7 @@ from upscalers.plan.plan import Plan
 
 @register_method("solar")
 class Solar(Stack):
-    """Depthwise stacking (section 2): a copy of the base without its last m layers, then a copy without its first m."""
+    """Depthwise stacking (section 2): the base without its last m layers, then without its first m."""
 
     summary = "depthwise stacking: the base without its last layers, then the base without its first"
     paper = Paper(

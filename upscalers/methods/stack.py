@@ -41,11 +41,7 @@ class Stack(DenseMethod):
         return Plan(tuple(map(Base, order)), base.num_layers)
 
     def ranges(self, num_layers: int, num_new_layers: int | None, placement: str | None) -> list[range]:
-        """Return the ranges of base layers, the lowest in the result first.
-
-        Raises:
-            RequestError: If the request leaves out a layer, repeats none, or makes no ranges.
-        """
+        """Return the ranges, lowest in the result first; refuse a left-out layer, no repeat, or no ranges."""
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
             if value is not None:
                 raise RequestError(

@@ -33,11 +33,7 @@ def follow_plan(base: BaseCheckpoint, plan: Plan) -> Config:
 
 
 def pattern_concern(base: BaseCheckpoint, new: Layout, config: Config) -> str | None:
-    """Return a warning if runtimes that derive attention types from the index would misread the result.
-
-    There is no warning if such a runtime already misreads the base, whose types are not those that its family implies from the index,
-    or for a model with memory, since no such runtime reads its model type.
-    """
+    """Return a warning if runtimes that derive attention types from the index would misread the result."""
     if config["model_type"] != base.family.model_type or base.layout.layer_types != base.layout.implied_types:
         return None
     listed, implied = new.layer_types or (), new.implied_types or ()
@@ -52,7 +48,6 @@ def pattern_concern(base: BaseCheckpoint, new: Layout, config: Config) -> str | 
 
 
 def _followed_layers(base: BaseCheckpoint, plan: Plan, entry: MemoryEntry) -> dict[str, list[int]]:
-    """Return the `layers` of a base memory, with copies of its layers, and `into`, where it skips to."""
     taken = [
         (index, layer.index)
         for index, layer in enumerate(plan.layers)
@@ -77,11 +72,9 @@ def _followed_layers(base: BaseCheckpoint, plan: Plan, entry: MemoryEntry) -> di
 
 
 def _followed_values(config: Config, plan: Plan) -> Config:
-    """Return a config with all values that describe single layers brought up to date, at any depth."""
     sources, num_layers = plan.sources, plan.num_base_layers
 
     def followed(key: str, value: Any, path: str) -> Any:
-        """Return the value of a key; `path` leads to the value from the top of the config."""
         if key in NOT_PER_LAYER_KEYS:
             return value
         if key in PER_LAYER_MAPPING_KEYS and isinstance(value, dict):
@@ -90,7 +83,7 @@ def _followed_values(config: Config, plan: Plan) -> Config:
         if key in LEADING_LAYERS_KEYS and type(value) is int:
             number = value + LEADING_LAYERS_KEYS[key]
             leading = [source < number for source in sources]
-            # Other numbers do not describe layers: they are kept, and layers that then differ from the plan are refused later.
+            # Other numbers do not describe layers; layers that differ from the plan are refused later.
             leads_the_plan = leading == sorted(leading, reverse=True)
             return sum(leading) - LEADING_LAYERS_KEYS[key] if leads_the_plan else value
         if isinstance(value, dict):

@@ -22,7 +22,7 @@ class Base:
 
 @dataclass(frozen=True)
 class New:
-    """A layer between base layers `previous` and `next` (None at an end), from `sources`, attention's first."""
+    """A layer between base layers `previous` and `next` (None at ends), from `sources`, attention's first."""
 
     previous: int | None
     next: int | None
@@ -30,17 +30,13 @@ class New:
 
     @property
     def place(self) -> str:
-        """The new layer's position between base layers, in words."""
         neighbours = [f"base {index}" for index in (self.previous, self.next) if index is not None]
         return f"{'between' if len(neighbours) == 2 else 'beside'} {' and '.join(neighbours)}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The origin of every layer of the upscaled model, and its new memories.
-
-    `new_memories` are the names of the memories that are attached to layers.
-    """
+    """The origin of every layer of the upscaled model; `new_memories` names memories attached to layers."""
 
     layers: tuple[Base | New, ...]
     num_base_layers: int
@@ -48,12 +44,11 @@ class Plan:
 
     @property
     def num_layers(self) -> int:
-        """L + K, number of layers of the upscaled model."""
         return len(self.layers)
 
     @cached_property
     def kept_indices(self) -> dict[int, int]:
-        """Index of each base layer in the upscaled model; of a repeated one, that of its first copy."""
+        """Index of each base layer in the upscaled model; of repeated ones, of the first copy."""
         kept: dict[int, int] = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, Base):
@@ -81,7 +76,6 @@ class Plan:
 
     @property
     def sources(self) -> list[int]:
-        """The base layer that each layer of the upscaled model takes its attention from."""
         return [layer.index if isinstance(layer, Base) else layer.sources[0] for layer in self.layers]
 
     def describe(self, index: int, memories: Memories = NO_MEMORIES) -> str:
@@ -95,7 +89,7 @@ class Plan:
         return "".join((origin, *(f", with {entry.name} ({entry.site})" for entry in new)))
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Return `{"base": i}` for each base layer and `{"previous": i, "next": j, "sources": [...]}` for others."""
+        """Return `{"base": i}` for base layers and `{"previous": i, "next": j, "sources": [...]}` for others."""
         return [
             {"base": layer.index}
             if isinstance(layer, Base)
@@ -107,7 +101,6 @@ class Plan:
     def from_list(
         cls, layers: Iterable[Mapping[str, Any]], num_base_layers: int, new_memories: Iterable[str] = ()
     ) -> "Plan":
-        """Read the list that `to_list` returned; the names of new memories are passed separately."""
         read: list[Base | New] = []
         for layer in layers:
             values: dict[str, Any] = {
@@ -208,7 +201,7 @@ def bottom_heavy(num_layers: int, num_new_layers: int) -> list[int]:
     return [2 * index for index in range(num_new_layers)]
 
 
-# Functions `(L, K) -> K ascending indices`, which raise `RequestError` if they cannot place that many layers.
+# `(L, K) -> K ascending indices`; they raise `RequestError` if they cannot place that many layers.
 PLACEMENTS: dict[str, Callable[[int, int], list[int]]] = {
     "distributed": distributed,
     "llama-pro": llama_pro,

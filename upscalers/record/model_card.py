@@ -20,7 +20,6 @@ from upscalers.record.provenance import ParameterCounts
 from upscalers.request import Progress, one_line
 from upscalers.tensors.recipes import Measurement, summary_table
 
-# What begins a request in a card.
 _REQUEST = "```yaml\n"
 _ADAPTERS = [
     "An adapter, such as a LoRA, finds layers by their index. An adapter of the base does not fit this model, whose layers",
@@ -44,7 +43,7 @@ def model_card(
     repository: str | None,
     compared: bool,
 ) -> str:
-    """Return the text of `README.md`: metadata, how to load the model, parameters, how it was made, layers, licence and citation."""
+    """Return the text of `README.md`: metadata, loading, parameters, layers, licence and citation."""
     base_name = base.label
     writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(base.folder)
     # The card is kept when the model is trained, so the text must stay true.
@@ -154,7 +153,7 @@ _LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
 def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
-    """Return licence, languages and base model from the base's model card, as `ModelCardData` takes them."""
+    """Return licence, languages and base model from the base's model card, for `ModelCardData`."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK, ModelCard
 
     path = base.folder / CARD_FILE
@@ -172,7 +171,6 @@ def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
         )
         return {}
     carried = {key: _words(card.get(key)) for key in (*_LICENCE_KEYS, "language", "base_model")}
-    # A link to a file that stays in the base's repository is made absolute.
     carried["license_link"] = [
         link
         if base.revision is None or urlsplit(link).scheme or (base.folder / link).is_file()
@@ -180,12 +178,11 @@ def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
         for link in carried["license_link"]
     ]
     carried["base_model"] = [name for name in carried["base_model"] if _is_hub_id(name)]
-    # A single entry is not wrapped in a list: the hub takes lists for some keys only.
+    # The hub takes lists for some keys only.
     return {key: texts if len(texts) > 1 else texts[0] for key, texts in carried.items() if texts}
 
 
 def _front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
-    """Return the YAML at the top of a card, with entries `carried` over from the base's."""
     from huggingface_hub import ModelCardData
 
     base_model = base.label if base.revision is not None else carried.get("base_model")
@@ -195,7 +192,7 @@ def _front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=base_model,
-        # The hub knows four relations (adapter, finetune, merge, quantized); finetune is the one that changes weights.
+        # Of the hub's relations (adapter, finetune, merge, quantized), finetune is the one that changes weights.
         base_model_relation="finetune" if base_model else None,
         tags=tags,
     )

@@ -1,4 +1,4 @@
-"""What was done to a checkpoint: its record, in the config and in `upscale.json`, and the report of a run."""
+"""What was done to a checkpoint: its record, in config and `upscale.json`, and the report of a run."""
 
 import dataclasses
 import json
@@ -21,7 +21,6 @@ EDITS_KEY = "edits"
 
 
 def upscale_record(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, reads_ahead: bool) -> UpscaleRecord:
-    """Return the record of an upscaled config, which training and `strip` read."""
     return UpscaleRecord(
         method=method.name,
         new_layers=tuple(plan.new_indices),
@@ -53,7 +52,6 @@ def base_record(base: BaseCheckpoint, name: str, revision: str | None, digests: 
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write `upscale.json`, whole or not at all."""
     write_text(folder / RECORD_FILE, json.dumps(record, indent=2) + "\n")
 
 
@@ -85,7 +83,7 @@ def read_upscaled(config: Config, folder: Path) -> UpscaleRecord:
 
 
 def read_plan(record: UpscaleRecord, model: BaseCheckpoint) -> Plan:
-    """Return the plan in a config's record; one that is malformed or belongs to another model is refused."""
+    """Return the plan in a config's record; refuse a malformed one, or one of another model."""
     try:
         plan = Plan.from_list([*record.plan], record.base_config["num_hidden_layers"], record.new_memories)
         is_sound = (
@@ -136,7 +134,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class UpscaleReport:
-    """Report of an upscaling. `to_dict` returns what `--json` prints, which is all but the last five fields.
+    """Report of an upscaling; `to_dict` returns what `--json` prints, all but the last five fields.
 
     Args:
         method: Name of the method.
@@ -175,7 +173,7 @@ class UpscaleReport:
     renumbers_layers: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain data, as `--json` prints it; `upscale.json` holds the other fields too."""
+        """Return the report as `--json` prints it; `upscale.json` holds the other fields too."""
         values = dataclasses.asdict(self)
         values["parameters"] = {name: count for name, count in values["parameters"].items() if count is not None}
         return {key: value for key, value in values.items() if key not in _NOT_PRINTED}

@@ -31,7 +31,7 @@ _OF_THE_COMMAND |= {name: name for name in ("placement", "seed", "dtype")}
 
 
 def parse_options(options_class: type, values: Mapping[str, Any], subject: str) -> Any:
-    """Read options as `read_options` of `midus_hf.config` does; for a key of the command, name its option."""
+    """Read options as `read_options` of `midus_hf.config` does; messages name the command's option."""
     fields = {field.name for field in dataclasses.fields(options_class)}
     for key in values.keys() & _OF_THE_COMMAND.keys() - fields:
         raise RequestError(
@@ -70,7 +70,6 @@ class Progress:
 
 @contextlib.contextmanager
 def show_progress(progress: Progress) -> Iterator[None]:
-    """Show progress inside the block, and stop showing progress when the block ends or raises."""
     progress.start()
     try:
         yield

@@ -15,15 +15,15 @@ from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_
 
 
 def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
-    """Return provenance, plan and memory of a checkpoint that `upscale` or `strip` wrote, a folder or hub id; refuse others.
+    """Return provenance, plan and memory of a folder or hub id of `upscale` or `strip`; refuse others.
 
     Returns:
-        `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters",
-        "new_memories", "layers", "measurements", "code"}`; with a glossary also `entries`, their number; after edits `edits`.
-        `parameters` has `total` and `new`, and where texts fetch blocks `fetched` and `bank`; `layers` has
-        `{"index", "new", "from", "parameters"}` per layer. A result of `strip` has `"stripped"`: `{"model", "method",
-        "removed_layers", "base_confirmed", "differing_tensors"}`, and if it holds no earlier upscaling, otherwise only
-        `{"model", "model_type", "num_layers", "parameters"}`.
+        `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters", "new_memories",
+        "layers", "measurements", "code"}`; with a glossary also `entries`, their number; after edits `edits`. `parameters` has
+        `total` and `new`, and where texts fetch blocks `fetched` and `bank`; `layers` has `{"index", "new", "from", "parameters"}`
+        per layer. A result of `strip` has `"stripped"`: `{"model", "method", "removed_layers", "base_confirmed",
+        "differing_tensors"}`, and if it holds no earlier upscaling, otherwise only `{"model", "model_type", "num_layers",
+        "parameters"}`.
     """
     with resolve_source(str(model), config_only=True) as source:
         config = read_config(source.folder)

@@ -1,4 +1,4 @@
-"""One planned upscaling, decided before the first byte is written: its config, tensors and parameter counts."""
+"""One planned upscaling, decided before the first byte is written: config, tensors and counts."""
 
 import math
 from collections.abc import Mapping
@@ -63,7 +63,6 @@ class Job:
         self.new_banks = {name: bank for name, bank in self.banks.items() if name in plan.new_memories}
 
     def _check(self, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> None:
-        """Refuse recipes that do not fit the new config, and layers that cannot move."""
         base, method, layout, plan = self.base, self.method, self.layout, self.plan
         for subject, number in (
             ("a config with num_hidden_layers =", self.config.get("num_hidden_layers")),
@@ -102,11 +101,9 @@ class Job:
         raise RequestError(f"{difference}. {remedy}")
 
     def cast(self, dtype: str) -> str:
-        """Return the dtype that a tensor of the base has in the output, as safetensors names both dtypes."""
         return dtype if self.dtype == "auto" or dtype not in TORCH_NAMES else SAFETENSORS_NAMES[self.dtype]
 
     def counts(self) -> ParameterCounts:
-        """Return the numbers of parameters, without buffers."""
         uncounted = self.base.uncounted_names
         base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in uncounted)
         buffers = {self.base.prefix + name.removeprefix("model.") for name in self.layout.buffers}
@@ -126,13 +123,11 @@ class Job:
         return ParameterCounts(base, new, total, trainable, *((fetched, bank) if bank else ()))
 
     def scratch_bytes(self) -> int:
-        """Return the bytes of disk that solvers need while they work."""
         solvers = {part.solver for tensor in self.made for part in solved_parts(tensor.recipe)}
         return sum(solver.scratch_bytes for solver in solvers)
 
 
 def _check_recipes(where: str, base: BaseCheckpoint, shapes: Mapping[str, Shape], recipes: Recipes) -> None:
-    """Refuse recipes that do not make tensors of exactly these names and shapes."""
     missing = [name for name in shapes if name not in recipes]
     if missing:
         raise MethodError(

@@ -36,8 +36,8 @@ def strip(
 ) -> dict[str, Any]:
     """Write the base that a checkpoint was upscaled from: its config, and the bytes of its tensors.
 
-    Changes that training made to base layers, a cast by `--dtype`, and a resized vocabulary stay, and are reported by the digest of
-    the base in the config. A small `upscale.json` records what was stripped.
+    Changes that training made to base layers, a cast by `--dtype`, and a resized vocabulary stay, and are reported by the config's
+    digest of the base. A small `upscale.json` records what was stripped.
 
     Args:
         model: An upscaled checkpoint, trained or not.
@@ -46,10 +46,9 @@ def strip(
         progress: Display that shows every step. Default: none.
 
     Returns:
-        `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "removed_memories",
-        "base_confirmed", "differing_tensors", "bytes_written", "seconds"}`. `base_confirmed` is whether the weights are the
-        base's, byte for byte; None if its config holds no digest of the base. `differing_tensors` is the number of
-        tensors that differ; None if unknown.
+        `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "removed_memories", "base_confirmed",
+        "differing_tensors", "bytes_written", "seconds"}`. `base_confirmed` is whether the weights are the base's, byte for byte, and
+        `differing_tensors` the number that differ; None without a digest of the base.
 
     Raises:
         RequestError: If the model was not made by `upscale`, or the output cannot be made.
@@ -129,7 +128,6 @@ def strip(
 def _base_config(
     upscaled: UpscaleRecord, tensors: list[OutputTensor], resized: tuple[int, int] | None, progress: Progress
 ) -> Config:
-    """Return the base's config, with a dtype or a vocabulary's size that was changed since."""
     config, dtype = upscaled.whole_base_config, TORCH_NAMES[most_common_dtype(tensors)]
     if resized:
         before, size = resized
@@ -146,13 +144,11 @@ def _base_config(
 
 
 def _resized_vocabulary(config: Config, upscaled: UpscaleRecord) -> tuple[int, int] | None:
-    """Return the sizes of the base's and the model's vocabulary if it was resized since; None if not."""
     before, size = upscaled.base_config.get("vocab_size"), language_entry(config).get("vocab_size")
     return None if before is None or size is None or before == size else (before, size)
 
 
 def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[str, list[OutputTensor]]:
-    """Assign tensors to the base's files if the record lists them soundly, else to few files."""
     by_name = {tensor.name: tensor for tensor in tensors}
     try:
         files = record["base"]["files"]
@@ -166,7 +162,6 @@ def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[st
 
 
 def _compare_with_base(digests: dict[str, str], upscaled: UpscaleRecord, record: dict[str, Any]) -> dict[str, Any]:
-    """Return `{"base_confirmed", "differing_tensors"}` of digests by name: None if unknown."""
     if not digests:
         return {"base_confirmed": None, "differing_tensors": None}
     if content_sha256(digests) == upscaled.base_sha256:
@@ -180,7 +175,6 @@ def _compare_with_base(digests: dict[str, str], upscaled: UpscaleRecord, record:
 
 
 def _digested_names(model: BaseCheckpoint, tensors: list[OutputTensor]) -> dict[str, str]:
-    """Return the name of each base weight in digests, by its name in the upscaled model."""
     weights = model.weight_names
     return {
         tensor.recipe.source: tensor.name.removeprefix(model.prefix)
@@ -190,7 +184,6 @@ def _digested_names(model: BaseCheckpoint, tensors: list[OutputTensor]) -> dict[
 
 
 def _base_tensors(model: BaseCheckpoint, plan: Plan, upscaled: UpscaleRecord) -> list[OutputTensor]:
-    """Return the tensors of the base that an upscaled checkpoint holds, in the order of the base's layers."""
     kept = [plan.kept_indices[layer] for layer in range(plan.num_base_layers)]
     blocks = block_recipes(model, kept, dict(upscaled.base_config))
 
@@ -245,7 +238,6 @@ def extract(
 
 
 def _alone(config: Config, class_name: str) -> Config:
-    """Return the config of a language model, and of its bases, as those of separate checkpoints."""
     host = "Midus" if config["model_type"].startswith(MEMORY_PREFIX) else ""
     alone = {**config, "architectures": [f"{host}{class_name}ForCausalLM"]}
     if (record := record_of(config)) is not None:

@@ -50,33 +50,28 @@ def upscale(
     private: bool = False,
     progress: Progress | None = None,
 ) -> UpscaleReport:
-    """Upscale a checkpoint.
+    """Upscale a checkpoint, and return the report.
 
     Args:
-        base: A folder or a hub id, `"owner/name"` or `"owner/name@revision"`. For a dry run, a folder
-            with only a `config.json` suffices.
+        base: A folder or a hub id, `"owner/name"` or `"owner/name@revision"`. For a dry run, a folder with only a `config.json`
+            suffices.
         method: Name of a method.
         output: The folder to make; needed unless `dry_run`. Default: None.
-        num_new_layers: K, number of new layers. Default: half the layers of the base, or the nearest number that the
-            placement allows.
-        placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, or indices, `"1,4,7"` or
-            `[1, 4, 7]`. Default: the method's default.
+        num_new_layers: K, number of new layers. Default: half the layers of the base, or the nearest number that the placement
+            allows.
+        placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, or indices, `"1,4,7"` or `[1, 4, 7]`. Default: the
+            method's.
         options: The method's options. Default: none.
         seed: Random seed. Default: 0.
         dtype: Dtype of the output: `auto`, `float32`, `bfloat16` or `float16`. Default: `"auto"`, the base's.
         max_shard_size: Largest size of a weight file, such as `"5GB"`, or a number of bytes. Default: `"5GB"`.
         dry_run: Whether to only report what would be done. Default: False.
-        verify: Whether to refuse NaN and infinite values in the base, and to compare both models' logits, layer by layer,
-            in the memory that one module takes. Default: True.
-        overwrite: Whether to replace an existing checkpoint, if `upscale` or `strip` wrote it and the folder
-            contains nothing else. Default: False.
+        verify: Whether to refuse NaN and infinite values in the base, and to compare both models' logits, layer by layer, in the
+            memory that one module takes. Default: True.
+        overwrite: Whether to replace an existing checkpoint, if `upscale` or `strip` wrote all of the folder. Default: False.
         push_to_hub: A repository to upload the result to. Default: None.
-        private: Whether to make a new repository private; an existing one must be private. Default: False, the owner's
-            default.
+        private: Whether to make a new repository private; an existing one must be private. Default: False, the owner's default.
         progress: Progress callback. Default: none.
-
-    Returns:
-        The report of the upscaling.
 
     Raises:
         RequestError: If the request cannot be carried out; nothing was written.
@@ -163,7 +158,6 @@ def upscale(
 
 
 def _checked_revision(name: str, chosen: Method, num_new_layers: int | None, placement: str | None) -> str:
-    """Check the request by the base's config, before a long download; return the base with its revision."""
     with resolve_source(name, config_only=True) as source:
         opened = open_base(source.folder, needs_weights=False)
         chosen.check(opened)
@@ -183,7 +177,7 @@ def _push(folder: Path, repository: str, private: bool, report: UpscaleReport, p
 
 
 def _peak_rss_bytes() -> int:
-    # On Linux, getrusage includes the memory that the parent process held when it forked this one.
+    # On Linux, getrusage includes the memory of the parent process at the fork.
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -197,7 +191,7 @@ _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([A-Za-z]*)$")
 
 
 def parse_size(size: str | int) -> int:
-    """Return the bytes of a size such as `"5GB"`, `"500MB"` or a plain number, or raise `RequestError`."""
+    """Return the bytes of a size such as `"5GB"`, `"500MB"` or a plain number; refuse others."""
     match = _SIZE.match(str(size).strip())
     if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise RequestError(f"max-shard-size is {size!r}; expected a positive size such as 5GB or 500MB.")

@@ -1,4 +1,4 @@
-"""Whether an upscaled model computes the same as its base, layer by layer, with the weights of one module in memory at a time."""
+"""Whether an upscaled model computes the same as its base, with one module's weights in memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -41,7 +41,7 @@ class RunningModel:
     ) -> torch.Tensor:
         """Return logits `[B, T, V]`; `see` gets i and the stream after the i-th layer, 0 before all."""
         layers = self._stack.layers
-        # Llama 4 moves ids to its embedding's device, which is the meta device until the embedding is called.
+        # Llama 4 moves ids to its embedding's device, the meta device until the embedding is called.
         handles = [
             self._model.get_input_embeddings().register_forward_pre_hook(
                 lambda _, inputs: (tokens,) if inputs[0].is_meta else None
@@ -101,12 +101,10 @@ class StreamedModel(RunningModel):
 
 
 def _stream(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return the residual stream of a layer's output, which may have values for later layers."""
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
 def _path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
-    """Return the path to the last leaf of the tree of blocks; None if no memory fetches blocks."""
     banks = block_layouts(config.memories()) if getattr(config, "memory", None) else {}
     for layout in banks.values():
         return layout.blocks.path(layout.blocks.nodes(layout.num_levels) - 1)
@@ -121,7 +119,6 @@ class _StoredWeights(dict[str, StoredTensor]):
 
 
 def _places(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the stored tensor of each parameter and buffer of the model."""
     held = model.state_dict(keep_vars=True)
     names_of: dict[int, list[str]] = {}
     for name, tensor in held.items():
@@ -160,7 +157,7 @@ def _fill_buffers_outside_checkpoints(model: Any) -> None:
 
 
 class _Mismatch(NamedTuple):
-    """The first hidden state that differs: before layer `number`, or after the last, and the largest difference."""
+    """The first hidden state that differs: before layer `number`, or after the last; and by how much."""
 
     number: int
     difference: float
@@ -216,7 +213,6 @@ def compare_models(
 def _run_base(
     base: BaseCheckpoint, dtype: torch.dtype, keeps_states: bool, progress: Progress
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return a batch of tokens, the base's logits and, if kept, its hidden states."""
     hidden_states: list[torch.Tensor] = []
 
     def remember(number: int, hidden: torch.Tensor) -> None:
@@ -245,7 +241,6 @@ def _run_result(
     keeps_streams: bool,
     progress: Progress,
 ) -> tuple[torch.Tensor, _Mismatch | None, list[torch.Tensor]]:
-    """Return the result's logits, its first difference from `expected` and, if kept, hidden states."""
     streams: list[torch.Tensor] = []
     mismatches: list[_Mismatch] = []
     base_depths = [0]  # how many base layers the residual stream has passed before each layer, and after the last
@@ -253,8 +248,7 @@ def _run_result(
         base_depths.append(layer.index + 1 if isinstance(layer, Base) else base_depths[-1])
 
     def follow(number: int, hidden: torch.Tensor) -> None:
-        # Each attention spreads NaN and infinite values to later tokens, and a new layer spreads them before the base's next
-        # layer does. If the base has any, only predictions can be compared.
+        # NaN and infinite values spread to later tokens, and sooner by new layers: only predictions can be compared then.
         if expected is not None and not mismatches:
             wanted = expected[base_depths[number]]
             if not _are_same(wanted, hidden):
@@ -279,7 +273,6 @@ def _run_result(
 def _not_identical(
     base_logits: torch.Tensor, new_logits: torch.Tensor, mismatch: _Mismatch | None, plan: Plan
 ) -> VerificationError:
-    """Return the error with the size and the place of the first difference."""
     if mismatch is not None and _are_same(base_logits, new_logits):
         compared, difference = "hidden states", mismatch.difference
     else:
@@ -313,7 +306,6 @@ def _compare_layers(
     plan: Plan,
     progress: Progress,
 ) -> None:
-    """Check that layers of the base compute the same in the result as in the base, for the same input."""
 
     def compare(number: int, hidden: torch.Tensor) -> None:
         if number == 0:
@@ -333,7 +325,7 @@ def _compare_layers(
 def _running(
     base: BaseCheckpoint, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype
 ) -> RunningModel:
-    """Return a model of the base's family that runs; streamed, unless transformers converts its tensors."""
+    """Return a running model of the base's family, streamed unless transformers converts its tensors."""
     if base.layout.is_converted:
         return LoadedModel(folder, dtype)
     return StreamedModel(folder, tensors, dtype)
@@ -349,7 +341,6 @@ def _largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def _divergence(left: torch.Tensor, right: torch.Tensor) -> float | None:
-    """Return the mean KL divergence over tokens with finite logits; None if there are none."""
 
     def of_rows(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         finite = first.isfinite().all(-1) & second.isfinite().all(-1)
@@ -361,5 +352,4 @@ def _divergence(left: torch.Tensor, right: torch.Tensor) -> float | None:
 
 
 def _rows(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield corresponding rows of two tensors of the same shape, a few rows at a time."""
     return zip(left.flatten(0, -2).split(_ROWS_AT_ONCE), right.flatten(0, -2).split(_ROWS_AT_ONCE), strict=True)

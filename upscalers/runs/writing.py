@@ -1,4 +1,4 @@
-"""Checkpoints on disk: the output folder of all commands that write one, and what a planned upscaling writes into it."""
+"""Checkpoints on disk: the output folder of commands that write one, and a planned upscaling in it."""
 
 import contextlib
 import shutil
@@ -33,12 +33,10 @@ class CheckpointFolder(OutputFolder):
         return (*super().own_files(), *bank_patterns())
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the output's disk, after removing files that a killed run left there."""
         left = sum(file.lstat().st_blocks * 512 for file in self.partial.rglob("*") if not file.is_dir())
         return shutil.disk_usage(self.disk).free + left
 
     def check_space(self, num_bytes: int) -> None:
-        """Raise `RequestError` if the disk has less free space than `num_bytes` bytes."""
         free = self.free_bytes()
         if free < num_bytes:
             raise RequestError(
@@ -55,10 +53,7 @@ def write_upscaled(
     progress: Progress,
     repository: str | None = None,
 ) -> dict[str, Any]:
-    """Write a job's result; return `bytes`, `identity`, `kl_divergence`, `measurements` of the report.
-
-    `verify`: whether to refuse NaN in the base and to compare the result with the base.
-    """
+    """Write a job's result; return fields of the report; `verify`: refuse NaN, and compare with the base."""
     base, method = job.base, job.method
     hosts = job.config["model_type"].startswith(MEMORY_PREFIX)
     record = upscale_record(method, base, job.plan, job.seed, job.layout.memories.reads_ahead)
@@ -127,7 +122,6 @@ def _write_provenance(
     repository: str | None,
     progress: Progress,
 ) -> None:
-    """Write the model card, and `upscale.json`, which has files that were `changed`, for `strip`."""
     from midus_hf.version import __version__
 
     method, source, counts, entry = job.method, job.source, job.counts(), config[RECORD_KEY]
@@ -175,7 +169,6 @@ def _write_provenance(
 
 
 def _auto_map(model_type: str) -> dict[str, str]:
-    """Return the classes of the code that a checkpoint carries, by Auto class."""
     from transformers import CONFIG_MAPPING
 
     import midus_hf  # noqa: F401 - registers the classes
@@ -186,7 +179,6 @@ def _auto_map(model_type: str) -> dict[str, str]:
 
 
 def _validated(folder: Path) -> Any:
-    """Return the config as transformers constructs it, which checks values unknown here."""
     from transformers import AutoConfig
 
     import midus_hf  # noqa: F401 - registers the classes

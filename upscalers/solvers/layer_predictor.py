@@ -1,7 +1,4 @@
-"""Prediction of a layer from both neighbours (LESA, section 3), in a basis that all layers share.
-
-The network predicts the layer's coordinates in the basis from the coordinates of its neighbours.
-"""
+"""Prediction of a layer's coordinates from its neighbours' (LESA, section 3), in a shared basis."""
 
 import itertools
 import math
@@ -17,7 +14,7 @@ from torch import nn
 
 from upscalers.checkpoint.safetensors_format import write_all
 
-# Smallest singular value that is kept, as a share of the largest: dividing by a smaller one would amplify noise.
+# As a share of the largest: dividing by smaller singular values would amplify noise.
 SINGULAR_GUARD = 1e-6
 
 
@@ -34,7 +31,7 @@ class SharedBasis:
         return (self.vectors.mT @ matrix) / self.values[:, None]
 
     def matrix(self, coordinates: torch.Tensor) -> torch.Tensor:
-        """Return the matrix `U diag(S) V` [out, in] of coordinates V [r, in], in the dtype of the coordinates."""
+        """Return the matrix `U diag(S) V` [out, in] of coordinates V [r, in], in their dtype."""
         return (self.vectors * self.values).to(coordinates.dtype) @ coordinates
 
 
@@ -76,7 +73,6 @@ class RowFile:
         self._path.unlink(missing_ok=True)
 
     def write_layer(self, layer: int, rows: torch.Tensor) -> None:
-        """Store the rows [r, in] of a layer."""
         data = rows.to("cpu", torch.float32).contiguous().numpy()
         for row in range(self.num_rows):
             write_all(self._file.fileno(), data[row].data.cast("B"), self._offset(row, layer))
@@ -94,7 +90,7 @@ class RowFile:
 
 
 def new_predictor(width: int, hidden_size: int, generator: torch.Generator) -> nn.Sequential:
-    """Return a network that maps rows of `[V_previous | V_next]` [rows, 2 in] to rows of `V` [rows, in]."""
+    """Return a network from rows of `[V_previous | V_next]` [rows, 2 in] to rows of `V` [rows, in]."""
     sizes = [2 * width, hidden_size, hidden_size, width]
     with torch.device("meta"):
         linears = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(sizes)]

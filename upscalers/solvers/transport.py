@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-# Size that scalings may reach before the solver absorbs them into the potentials, well within the range of the dtype.
+# Scalings are absorbed into the potentials above this, well within the range of the dtype.
 _ABSORB = {torch.float32: 1e30, torch.float64: 1e100}
 
 
@@ -97,7 +97,6 @@ def assignment(source: torch.Tensor, target: torch.Tensor, plan_scale: Literal["
 
 
 def _effective_sources(plan: torch.Tensor, column_sums: torch.Tensor | None) -> float:
-    """Return the mean over columns of exp(entropy), after division by `column_sums`, if given."""
     total = 0.0
     for first in range(0, plan.shape[1], 1024):
         columns = plan[:, first : first + 1024]

@@ -154,10 +154,7 @@ def tensor_seed(seed: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class LayerBlocks(Recipe):
-    """Recipe that takes a block for each layer of the result from a tensor with a block per base layer.
-
-    The `num_blocks` blocks of the `source` are along the dimension `dim`.
-    """
+    """Recipe that picks one of the `num_blocks` blocks along `dim` of `source` per layer of the result."""
 
     source: str
     dim: int
@@ -176,10 +173,7 @@ class LayerBlocks(Recipe):
 
 
 def block_recipes(model: BaseCheckpoint, layers: Sequence[int], config: Config) -> dict[str, LayerBlocks]:
-    """Return a recipe for each tensor outside the layers that has a block per layer, by full name.
-
-    `layers` has the layer of the model whose block each layer of the result gets, and `config` is the result's.
-    """
+    """Return recipes by full name for tensors outside layers with a block per layer of the result."""
     before, after = model.num_layers, len(layers)
     if list(layers) == list(range(before)):
         return {}
@@ -210,10 +204,9 @@ class Scratch:
 class Solver(ABC):
     """Computes tensors that depend on each other or on one long computation; `label` is for displays."""
 
-    # The most bytes that the solver writes into the scratch folder. Default: 0.
+    # Bytes in the scratch folder, at most. Default: 0.
     scratch_bytes: int = 0
-    # Number of threads that the solver computes with. Default: torch's, so that results may differ in the last bits between
-    # machines.
+    # Threads of the solver. Default: torch's: the last bits of results may differ between machines.
     threads: int | None = None
 
     def __init__(self, label: str):

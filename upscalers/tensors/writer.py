@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 _CHUNK_ELEMENTS = 1 << 20
 _DEFAULT_SHARD_BYTES = 5 * 10**9
 _SCRATCH = ".scratch"
-# Messages about tensors that are not finite: the base's, those that new ones are computed from, and new ones.
 _HELD = ("holds NaN or infinite values", "Repair the base, or pass --no-verify to go on.")
 _READ = ("holds NaN or infinite values, and new weights are computed from it", "Repair the base.")
 _MADE = (
@@ -58,7 +57,6 @@ class OutputTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the tensor's data."""
         return StoredTensor(self.dtype, self.recipe.shape).num_bytes
 
 
@@ -95,7 +93,7 @@ def split_shards(
 
 
 class CheckpointWriter:
-    """Writer of tensors that keeps at most what one recipe reads in memory; with `scan`, it refuses NaN."""
+    """Writer of tensors with at most what one recipe reads in memory; with `scan`, it refuses NaN."""
 
     def __init__(
         self,
@@ -229,7 +227,6 @@ class CheckpointWriter:
         self._progress.advance(tensor.num_bytes)
 
     def _read(self, name: str) -> "torch.Tensor":
-        """Read a whole tensor to compute with, and refuse a tensor that is not finite."""
         import torch
 
         source = self._sources[name]
@@ -256,7 +253,6 @@ class _Placement:
     start: int
 
     def parts(self) -> "Iterator[_Placement]":
-        """Yield the parts of the tensor that solvers make, each with its position."""
         start = self.start
         for recipe in solved_parts(self.tensor.recipe):
             part = OutputTensor(self.tensor.name, recipe, self.tensor.dtype)
