@@ -42,7 +42,10 @@ default_role = "code"  # docstrings write code in single backticks
 # of this project that occur in annotations but are not imported by users, and errors in lists of "Raises".
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(accelerate|collections|datasets|decimal|numpy|os|pathlib|peft|torch|transformers|trl|types|typing)\..*"),
+    (
+        r"py:.*",
+        r"(accelerate|collections|datasets|decimal|numpy|os|pathlib|peft|torch|transformers|trl|types|typing)\..*",
+    ),
     (r"py:.*", r"(midus_hf|upscalers)\..*"),
     (r"py:exc", r"\w+Error|UnknownType"),
     (r"py:class", r"Dataset|PreTrainedTokenizerBase"),  # imported for types only

@@ -94,8 +94,8 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
         batch_size: Values per forward pass. Default: 4.
 
     Returns:
-        Records of entries, those with the most missing values first, with the first name as `entry`; the number of `values`, and those
-        that come back with packs (`right`), `without`, and with the text in `front`; those `lost`; spellings of names that are
+        Records of entries, those with the most missing values first, with the first name as `entry`; the number of `values`, and
+        those that come back with packs (`right`), `without`, and with the text in `front`; those `lost`; spellings of names that are
         `not_found`; forms that it is `also_with`; and names of other entries that it is `within`.
 
     Raises:
@@ -240,8 +240,8 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
         questions: Rows with `question` and `answer`, as `read_questions` returns them.
 
     Returns:
-        Records of questions, wrong ones first, with `question`, `answer`, whether the model's answer is `right`, also `without` packs and
-        with the text in `front`, what it `said` with packs, and which names the question has in another form (`read_as`).
+        Records of questions, wrong ones first, with `question`, `answer`, whether the model's answer is `right`, also `without` packs
+        and with the text in `front`, what it `said` with packs, and which names the question has in another form (`read_as`).
 
     Raises:
         RequestError: If the model has no packs, or cannot be asked a question.
