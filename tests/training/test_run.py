@@ -190,7 +190,10 @@ def test_few_steps_are_said_with_what_gives_more(keys, steps, remedy, config_for
     run_training(config_for(**keys))
     out, err = capsys.readouterr()
     assert f"{steps.partition(' (')[0]} are few" in err and remedy in err if remedy else "few" not in err
-    assert f"1,216 of 1,220 tokens are read, in 76 sequences of 16; the last 4 fill no sequence and are dropped; {steps}\n" in out
+    assert (
+        f"1,216 of 1,220 tokens are read, in 76 sequences of 16; the last 4 fill no sequence and are dropped; {steps}\n"
+        in out
+    )
 
 
 @pytest.mark.parametrize("keys", [{}, {"document_mask": True}, {"dataloader_drop_last": True}], ids=str)
