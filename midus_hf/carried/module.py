@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import midus_hf.ops
-from midus_hf.carried import absent, standins
+from midus_hf.carried import standins
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.registry import Memories, layer_class
@@ -162,8 +162,8 @@ def carried_module(config: Any) -> str:
         packages = _OWN | {root.module.partition(".")[0] for root in roots}
         stand_ins = dict(_stand_ins())
         for name, is_present in (("HostLayer", memories.attached), ("MemoryBlock", memories.inserted)):
-            if not is_present:
-                stand_ins[name] = Name(absent.__name__, name)
+            if is_present:
+                del stand_ins[name]
         body = Closure(roots, packages, stand_ins).text()
         family = type(config).__name__.removesuffix("Config").removeprefix("Midus")
         digest = hashlib.sha256(body.encode()).hexdigest()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.errors import RequestError
+from midus_hf.memories.hosting.parts import LayerNames
 from midus_hf.memories.packs.glossary import LoadedGlossary
 
 ENTRY_MODULE = "modeling_midus"
@@ -112,3 +113,11 @@ class Glossary(LoadedGlossary):
         )
 
     add = replace = remove = change
+
+
+class HostLayer(LayerNames):
+    """Stands for a layer with attached memories, which this checkpoint does not have."""
+
+
+class MemoryBlock(LayerNames):
+    """Stands for a layer that was inserted for a memory, which this checkpoint does not have."""

@@ -205,6 +205,7 @@ STANDS_FOR = {
         "config.options": ("option", "read_options"),
         "memories.decode_cache": ("decode_cache",),
         "memories.hierarchical.bank": ("save_bank",),
+        "memories.hosting.layer": ("HostLayer", "MemoryBlock"),
         "memories.module": ("check_layer",),
         "memories.packs.glossary": ("Glossary",),
         "memories.registry": (
