@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-sys.path[:0] = map(str, Path(__file__).parents[1:3])  # the tests, and the root for scripts
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for scripts
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from models.gradients import enable_checkpointing, loss_and_gradients
 from models.memory_models import depth_model
