@@ -39,7 +39,7 @@ from benchmarks.measuring import (
 from midus_hf.memories.module import MemoryModule
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.methods.contract import get_method
-from upscalers.plan.plan import Base, Plan
+from upscalers.plan import Base, Plan
 from upscalers.request import parse_options
 
 # Folder of the configs of bases with a name, one `NAME.json` each.

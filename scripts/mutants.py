@@ -23,16 +23,7 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome
 
 REPOSITORY = Path(__file__).parent.parent
-ENGINE_ROOMS = [
-    "request",
-    "architecture",
-    "checkpoint",
-    "plan",
-    "tensors",
-    "record",
-    "runs",
-    "edits",
-]
+ENGINE_ROOMS = ["request.py", "architecture", "checkpoint", "plan.py", "tensors", "record", "runs", "edits"]
 FOLDERS = [
     "midus_hf/ops",
     "midus_hf/memories",
@@ -113,15 +104,16 @@ NEAREST_TO_UPSCALERS = {
     "base_checkpoint": "refusals checkpoint_layouts families",
     "inspection": "strip dense/opt_deus command_line every_method",
     "job": "verification output_folder hub command_line every_method",
-    "layer_config": "plan families dense/new_layers any_type",
+    "layer_predictor": "solvers dense/lesa",
     "layer_tensors": "families command_line plan dense/new_layers",
     "layout": "families command_line",
     "built_layout": "any_type families",
     "contract": "refusals plan verification dense/new_layers",
     "model_card": "provenance strip",
-    "plan": "plan refusals dense/new_layers memory_methods",
+    "plan": "plan families refusals dense/new_layers memory_methods any_type",
     "provenance": "provenance memory_methods strip command_line",
     "recipes": "solvers verification safetensors_format dense memory_methods every_method",
+    "transport": "solvers dense/opt_deus",
     "upscale": "command_line memory_methods hub refusals verification",
     "safetensors_format": "safetensors_format checkpoint_layouts strip",
     "source": "hub refusals checkpoint_layouts",

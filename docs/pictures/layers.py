@@ -8,7 +8,7 @@ from pathlib import Path
 from docs.pictures.canvas import BLUE, FAINT, RED, SMALL, Box, Picture
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.methods.contract import get_method
-from upscalers.plan.plan import Base, Plan
+from upscalers.plan import Base, Plan
 from upscalers.request import parse_options
 
 BASE_LAYERS, NEW_LAYERS = 4, 2

@@ -4,7 +4,7 @@ from matplotlib.patches import Circle
 
 from docs.pictures.canvas import BLUE, FAINT, FILLS, RED, SMALL, Box, Picture
 from docs.pictures.layers import BASE_LAYERS, plan_of, stack
-from upscalers.plan.plan import Base
+from upscalers.plan import Base
 
 
 def decoder_layer(

@@ -1,7 +1,7 @@
 """Write the one module of code that a checkpoint needs to load where this package is not installed.
 
-It holds whole functions and classes as this package has them, with the op of each `reference.py`; `standins.py` replaces registries,
-the reading of options and this folder.
+It holds whole functions and classes as this package has them, with `reference_OP` for each op; `standins.py` replaces registries, the
+reading of options and this folder.
 """
 
 import ast
@@ -36,6 +36,7 @@ SHA-256 of what follows: {digest}
 
 '''
 # Decorators that enter a definition in a table that does not travel.
+_REFERENCE = "reference_"  # prefix of the function in plain PyTorch that is the contract of an op
 _MARKS = re.compile(r"^@register_(composite_)?family\n", flags=re.MULTILINE)
 
 
@@ -160,11 +161,11 @@ def carried_module(config: Any) -> str:
         classes = [*(getattr(sys.modules[type(config).__module__], name) for name in sorted(named)), *types]
         roots = [Name(each.__module__, each.__name__) for each in classes]
         packages = _OWN | {root.module.partition(".")[0] for root in roots}
-        stand_ins = dict(_stand_ins())
+        replaced = dict(stand_ins())
         for name, is_present in (("HostLayer", memories.attached), ("MemoryBlock", memories.inserted)):
             if is_present:
-                del stand_ins[name]
-        body = Closure(roots, packages, stand_ins).text()
+                del replaced[name]
+        body = Closure(roots, packages, replaced).text()
         family = type(config).__name__.removesuffix("Config").removeprefix("Midus")
         digest = hashlib.sha256(body.encode()).hexdigest()
         header = _HEADER.format(family=family, version=__version__, kinds=", ".join(kinds), digest=digest)
@@ -177,17 +178,20 @@ _written: dict[tuple[Any, ...], str] = {}
 
 
 @cache
-def _stand_ins() -> dict[str, Name]:
-    modules = [*reference_modules(), standins.__name__]
-    definitions = {name: Source(name, _OWN).definitions for name in modules}
-    return {name: Name(module, name) for module in modules for name in definitions[module] if not name.startswith("_")}
-
-
-def reference_modules() -> list[str]:
-    """Return the names of the `reference` modules of ops, which carried code computes with."""
-    packages = pkgutil.iter_modules(midus_hf.ops.__path__, f"{midus_hf.ops.__name__}.")
-    names = (f"{package.name}.reference" for package in packages if package.ispkg)
-    return [name for name in names if importlib.util.find_spec(name)]
+def stand_ins() -> dict[str, Name]:
+    """Return what replaces definitions in carried code, by their names."""
+    found = pkgutil.iter_modules(midus_hf.ops.__path__, f"{midus_hf.ops.__name__}.")
+    modules = [f"{each.name}.op" if each.ispkg else each.name for each in found]
+    definitions = {name: Source(name, _OWN).definitions for name in modules if importlib.util.find_spec(name)}
+    references = [Name(module, name) for module, names in definitions.items() for name in names]
+    return {
+        **{name.name.removeprefix(_REFERENCE): name for name in references if name.name.startswith(_REFERENCE)},
+        **{
+            name: Name(standins.__name__, name)
+            for name in Source(standins.__name__, _OWN).definitions
+            if name[0] != "_"
+        },
+    }
 
 
 class Closure:

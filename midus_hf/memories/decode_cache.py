@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.registry import import_beside
 from midus_hf.ops.dispatch.private_torch import keep_address
 
 #: Largest number of elements that a layer of chapters or of UltraMemV2 caches during a generation: 256 MB in float32.
@@ -23,7 +22,7 @@ CACHES: dict[type[MemoryModule], Callable[[Any], "DecodeCache | None"]] = {}
 def decode_cache_of(layer: type[MemoryModule]) -> Callable[[Any], Any]:
     """Return a decorator for the function that makes the decode cache of a layer.
 
-    The function, in the module `decode_cache` of the memory's folder, takes the layer, and returns None if nothing is to be cached.
+    The function takes the layer, and returns None if nothing is to be cached.
     """
 
     def decorate(function: Any) -> Any:
@@ -72,7 +71,6 @@ def _cache_of(memory: MemoryModule) -> "DecodeCache | None":
     """Return the cache of a memory, kept because code would be recompiled for another object."""
     with _CHANGING:
         if memory.decode_cache is None:
-            import_beside(type(memory.options).__module__, "decode_cache")
             make = next((CACHES[each] for each in type(memory).__mro__ if each in CACHES), None)
             memory.decode_cache = None if make is None else make(memory)
     return memory.decode_cache

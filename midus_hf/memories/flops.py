@@ -121,8 +121,7 @@ def memory_flops(
     if counted is None:
         raise RequestError(
             f"the FLOPs of memory type {options.type!r} are unknown; expected a function with the decorator "
-            f"flops_of({type(options).__name__}) in the module 'costs' next to its options. Leave the memory out of the config to "
-            "count the rest."
+            f"flops_of({type(options).__name__}) next to its options. Leave the memory out of the config to count the rest."
         )
     return counted(options, sizes, batch, tokens, index, count)
 
@@ -136,7 +135,7 @@ def values_read(options: MemoryOptions, sizes: ModelSizes) -> int | None:
 def _registered(
     table: Mapping[type[MemoryOptions], Callable[..., Any]], options: MemoryOptions
 ) -> Callable[..., Any] | None:
-    import_beside(type(options).__module__, "costs")
+    import_beside(type(options).__module__, "costs")  # another package may have them in a separate module
     return next((table[each] for each in type(options).__mro__ if each in table), None)
 
 

@@ -154,3 +154,16 @@ def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
             f"memory type {options.type!r} needs {name}, which {of_class}.{kind} leaves out; expected its class of "
             f"midus_hf.memories.hosting.{kind} there."
         )
+
+
+def random_directions(vectors: torch.Tensor) -> torch.Tensor:
+    """Return random directions with the lengths, shape and dtype of `vectors` `[..., d]`; no gradients.
+
+    They are drawn from torch's generator of the device, whose state activation checkpointing restores.
+    """
+    wide = vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32))
+    drawn = torch.randn_like(wide)
+    tiny = torch.finfo(wide.dtype).tiny
+    lengths = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # [..., 1]
+    drawn_lengths = torch.linalg.vector_norm(drawn, dim=-1, keepdim=True).clamp_min(tiny)  # [..., 1]
+    return (drawn * (lengths / drawn_lengths)).to(vectors.dtype)

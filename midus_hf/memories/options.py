@@ -15,6 +15,13 @@ SITES: tuple[SiteName, ...] = get_args(SiteName)
 # `one-row`: a single row, or one per head, so that no choice is left. `random-slots`: rows are drawn at random for each token.
 DeclaredControl = Literal["one-row", "random-slots"]
 
+Addressing = Literal["content", "random"]
+ADDRESSING_HELP = (
+    "how slots are retrieved. content: by what a token holds; random: by a query that is drawn anew for every token and pass, as "
+    "long as the token's own query, so that it says nothing of the text: a control"
+)
+RANDOM_SLOTS: Mapping[DeclaredControl, Mapping[str, Any]] = {"random-slots": {"addressing": "random"}}
+
 
 @dataclass(kw_only=True)
 class MemoryOptions:
@@ -22,9 +29,8 @@ class MemoryOptions:
 
     A subclass is registered under the `type` that entries of a config's `memory` list name. Its fields are made with
     `midus_hf.config.options.option` and have defaults. `check`, `check_fit`, `check_layers` and `check_beside` raise a
-    `RequestError` for invalid values, models, layers and other memories; by default they refuse nothing. Costs are functions in a
-    module `costs` in the same folder, under decorators of `midus_hf.memories.flops`. `index` counts from 0 among the `count` layers
-    that have the memory.
+    `RequestError` for invalid values, models, layers and other memories; by default they refuse nothing. Costs are functions next to
+    it, under decorators of `midus_hf.memories.flops`. `index` counts from 0 among the `count` layers that have the memory.
     """
 
     type: ClassVar[str]

@@ -1,8 +1,8 @@
 """The registry of memories: options by type, layers by options; and the `memory` list of a config.
 
-A memory is a Python package: `options.py`, readable without torch, registers the options of a type; `layer.py` has the layer,
-imported when a model is built; `costs.py` has its FLOPs, if known. The entry point `midus_hf.memories` of another package names
-such a folder, whose import registers the options.
+A memory is a Python package: `options.py`, readable without torch, registers the options and FLOPs of a type; `layer.py` has the
+layer, imported when a model is built. The entry point `midus_hf.memories` of another package names such a folder, whose import
+registers the options.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ def layer_class(options: MemoryOptions, attention: str | None = None) -> Any:
     return options_class.layer
 
 
-@functools.cache  # each generation asks for decode caches
+@functools.cache
 def import_beside(module: str, name: str) -> None:
     """Import the module `name` in the folder of a module, such as that of options, if there is one."""
     package = module.rpartition(".")[0]

@@ -1,10 +1,9 @@
-"""Functions on tensors, one folder per op; `reference.py` is the contract for faster implementations."""
+"""Functions on tensors, one folder or file per op; its `reference_OP`, plain PyTorch, is the contract for faster ones."""
 
 from midus_hf.ops.dispatch.calling import OpChoices, op_choices
 from midus_hf.ops.gather.op import weighted_gather
 from midus_hf.ops.midus_hml.op import expand_values, headwise_memory
-from midus_hf.ops.product_key.op import product_key_topk
-from midus_hf.ops.product_key.reference import flat_key_topk
+from midus_hf.ops.product_key.op import flat_key_topk, product_key_topk
 
 __all__ = [
     "OpChoices",

@@ -22,7 +22,7 @@ from tiny import tiny_model
 
 import midus_hf
 from midus_hf.carried import standins
-from midus_hf.carried.module import Source, defined, reference_modules, write_code
+from midus_hf.carried.module import defined, stand_ins, write_code
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.registry import MEMORY_TYPES, layer_class
 from midus_hf.version import __version__
@@ -225,16 +225,14 @@ def test_stand_in_replaces_nothing_else():
         for statement in () if module.name.startswith("midus_hf.cli") else ast.parse(path.read_text()).body:
             for name in defined(statement):
                 definers.setdefault(name, []).append(module.name)
-    plain = reference_modules()
     stood_for = {}
-    for module in (*plain, standins.__name__):
-        for name in Source(module, {"midus_hf"}).definitions:
-            others = [each for each in definers[name] if each != module and not name.startswith("_")]
-            assert len(others) <= 1, name
-            if module in plain:
-                assert all(each.startswith("midus_hf.ops.") for each in others), name
-            elif others:
-                stood_for[name] = others[0]
+    for name, (module, replacement) in stand_ins().items():
+        others = [each for each in definers[name] if each != standins.__name__]
+        assert len(others) <= 1, name
+        if replacement != name:
+            assert others == [module], name
+        elif others:
+            stood_for[name] = others[0]
     assert stood_for == STANDS_FOR
 
 

@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories import flops as counting
 from midus_hf.memories.flops import linear, memory_flops
-from midus_hf.memories.midus_baselines.options import MidusLinearOptions, MidusPkmOptions
-from midus_hf.memories.midus_hml.options import MidusHmlOptions
+from midus_hf.memories.midus.options import MidusHmlOptions, MidusLinearOptions, MidusPkmOptions
 from midus_hf.memories.moc.options import MocOptions
 from midus_hf.memories.options import MemoryOptions
 from midus_hf.memories.registry import MEMORY_TYPES

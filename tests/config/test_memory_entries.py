@@ -9,7 +9,7 @@ import torch
 from config.reading import SIZES, read_entry
 from tiny import FAMILIES, save_tiny_model
 
-from midus_hf.memories.midus_hml.options import MidusHmlOptions
+from midus_hf.memories.midus.options import MidusHmlOptions
 from midus_hf.memories.registry import MEMORY_TYPES, memory_type, read_memories
 from midus_hf.models import FAMILIES as HOSTS
 from upscalers.checkpoint.base_checkpoint import open_base

@@ -5,7 +5,7 @@ import torch
 from memory.chapter_layers import WIDTH, assert_reads, by_loops, gradients_of, layer, states
 
 from midus_hf.config.declared_tensors import ModelSizes
-from midus_hf.memories.moc.decode_cache import projected_bank
+from midus_hf.memories.moc.layer import projected_bank
 from midus_hf.memories.moc.options import MocOptions
 from midus_hf.memories.module import build_memory
 

@@ -21,7 +21,7 @@ from midus_hf.memories.hierarchical.options import (
 from midus_hf.memories.module import build_memory
 from midus_hf.memories.registry import read_memories
 from midus_hf.ops import op_choices
-from midus_hf.ops.block_linear.op import block_linear
+from midus_hf.ops.block_linear import block_linear
 
 SIZES = ModelSizes(hidden_size=12, num_heads=6, head_dim=4, num_key_value_heads=2, intermediate_size=10, num_layers=4)
 GEGLU = dataclasses.replace(SIZES, activation="gelu_pytorch_tanh")

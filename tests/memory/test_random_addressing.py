@@ -6,8 +6,7 @@ from memory.building import RETRIEVING, retrieving
 from memory.chapter_layers import layer as chapter_layer
 
 from midus_hf.config.declared_tensors import ModelSizes
-from midus_hf.memories.module import build_memory
-from midus_hf.memories.retrieval.layer import random_directions
+from midus_hf.memories.module import build_memory, random_directions
 from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
 
 TOKENS = 4000

@@ -8,8 +8,8 @@ import torch
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, ModelSizes
 from midus_hf.memories.hierarchical.options import HierarchicalOptions
 from midus_hf.memories.hosting.sites import BehindLayer
-from midus_hf.memories.midus_hml.layer import MidusHmlMemory
-from midus_hf.memories.midus_hml.options import MidusHmlOptions
+from midus_hf.memories.midus.layer import MidusHmlMemory
+from midus_hf.memories.midus.options import MidusHmlOptions
 from midus_hf.memories.module import MemoryModule, build_memory
 from midus_hf.memories.options import MemoryOptions, SharedTables
 from midus_hf.memories.registry import MEMORY_TYPES, layer_class, register_layer

@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from midus_hf.ops.moda.op import depth_attention, joint_shares, sequence_lse
-from midus_hf.ops.moda.reference import joint_attention, sequence_weights
+from midus_hf.ops.moda.op import depth_attention, joint_attention, joint_shares, sequence_lse, sequence_weights
 
 # Query heads per key/value head, key/value heads, tokens, width.
 SHAPES = [(1, 1, 3, 4), (3, 2, 4, 6)]

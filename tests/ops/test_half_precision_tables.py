@@ -6,8 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from midus_hf.ops.gather import op as gather
 from midus_hf.ops.midus_hml.op import headwise_memory
-from midus_hf.ops.product_key import reference as flat_key
-from midus_hf.ops.product_key.reference import flat_key_topk
+from midus_hf.ops.product_key import op as flat_key
+from midus_hf.ops.product_key.op import flat_key_topk
 
 HEADS, N, WIDTH = 4, 16, 8
 SLOTS = N * N

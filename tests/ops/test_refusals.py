@@ -5,13 +5,13 @@ import torch
 from ops.table import stacked
 
 from midus_hf.ops import flat_key_topk, headwise_memory, op_choices, product_key_topk, weighted_gather
-from midus_hf.ops.block_linear.op import block_linear
+from midus_hf.ops.block_linear import block_linear
 from midus_hf.ops.gather.op import gathered_products
 from midus_hf.ops.moc.op import chapter_attention
 from midus_hf.ops.moc.triton import segment_refusal
 from midus_hf.ops.moda import triton as depth_kernels
 from midus_hf.ops.moda.op import depth_attention
-from midus_hf.ops.ultramem_v2.op import tucker_topk
+from midus_hf.ops.ultramem_v2 import tucker_topk
 
 SIDES = {"query": (3, 2, 8), "row_keys": (2, 5, 4), "column_keys": (2, 5, 4)}
 SCORES = dict.fromkeys(("row_scores", "column_scores"), (3, 2, 5, 2)) | {"core": (2, 2, 2)}

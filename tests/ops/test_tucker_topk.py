@@ -5,10 +5,8 @@ import itertools
 import pytest
 import torch
 
-from midus_hf.ops.ultramem_v2 import op
-from midus_hf.ops.ultramem_v2 import reference as contract
-from midus_hf.ops.ultramem_v2.op import select, slot_scores, tucker_topk
-from midus_hf.ops.ultramem_v2.reference import leading_vectors
+from midus_hf.ops import ultramem_v2 as op
+from midus_hf.ops.ultramem_v2 import leading_vectors, reference_tucker_topk, select, slot_scores, tucker_topk
 
 
 def drawn(heads=2, n=5, rank=2, tokens=3, seed=0):
@@ -46,7 +44,7 @@ def test_core_vectors_select_the_kept_keys(rank, side):
     rows, columns, core, left, right = drawn(rank=rank, tokens=4)
     k = min(7, side**2)
     expected_scores, expected_slots = two_stages_by_loops(rows, columns, core, k, side)
-    for body in (tucker_topk, contract.tucker_topk):
+    for body in (tucker_topk, reference_tucker_topk):
         scores, slots = body(rows, columns, core, left, right, k=k, side=side)
         torch.testing.assert_close(scores, expected_scores, rtol=1e-12, atol=1e-12)
         assert torch.equal(slots, expected_slots)

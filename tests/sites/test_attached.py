@@ -13,7 +13,7 @@ from tiny import logits, prompt, tiny_model
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.memories.hosting.parts import CarriedKey, MemoryInputs
 from midus_hf.memories.hosting.service import Tables
-from midus_hf.memories.midus_hml.layer import MidusHmlMemory
+from midus_hf.memories.midus.layer import MidusHmlMemory
 from midus_hf.memories.module import DeclaredModule
 from midus_hf.memories.ultramem_v2.layer import UltraMemV2Memory
 from midus_hf.training.adapters import lora_config

@@ -17,7 +17,7 @@ from midus_hf.memories.registry import read_memories
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.sft import SftArguments
 from upscalers.architecture.flops import count_parameters
-from upscalers.plan.plan import place
+from upscalers.plan import place
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES, OF_CHATS, CONFIGS = (REPOSITORY / "configs" / name for name in ("train", "sft", "models"))

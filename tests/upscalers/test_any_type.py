@@ -33,7 +33,7 @@ from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, Ma
 from upscalers.architecture.built_layout import gain_offset, layer_settings
 from upscalers.architecture.layout import find_changed_setting
 from upscalers.checkpoint.base_checkpoint import open_base
-from upscalers.plan.plan import Base, Plan
+from upscalers.plan import Base, Plan
 from upscalers.request import VerificationError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.upscalers.dense.requests import known, planned, tiny_config
 from upscalers.methods.contract import METHODS, get_method
-from upscalers.plan.layer_config import follow_plan
-from upscalers.plan.plan import PLACEMENTS, Base, New, Plan, insertion_plan, place
+from upscalers.plan import PLACEMENTS, Base, New, Plan, follow_plan, insertion_plan, place
 
 # Of 16 layers, which get 8.
 TABLE = {

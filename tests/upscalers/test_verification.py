@@ -31,7 +31,7 @@ from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.safetensors_format import layout, read_tensor
 from upscalers.methods.contract import get_method
 from upscalers.methods.midus import MidusHml
-from upscalers.plan.plan import Base, Plan
+from upscalers.plan import Base, Plan
 from upscalers.request import MethodError, VerificationError
 from upscalers.runs import verify, writing
 from upscalers.runs.upscale import upscale

@@ -11,8 +11,7 @@ from midus_hf.config.errors import RequestError, one_of
 from midus_hf.config.plugins import load_plugins
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.plan.layer_config import follow_plan
-from upscalers.plan.plan import New, Plan, insertion_plan, place
+from upscalers.plan import New, Plan, follow_plan, insertion_plan, place
 from upscalers.request import Progress
 from upscalers.tensors.recipes import Copy, Measurement, Recipe, block_recipes
 

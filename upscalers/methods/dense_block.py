@@ -9,7 +9,7 @@ from midus_hf.config.options import option
 from upscalers.architecture.layer_tensors import MATRIX_ROLES, NEEDED_MATRICES, LayerTensor, projections_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Method
-from upscalers.plan.plan import New, Plan
+from upscalers.plan import New, Plan
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
 COPYING = "llama-pro or solar"

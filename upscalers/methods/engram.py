@@ -15,7 +15,7 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
-from upscalers.plan.plan import Plan
+from upscalers.plan import Plan
 from upscalers.tensors.recipes import Integers, Recipe
 
 if TYPE_CHECKING:

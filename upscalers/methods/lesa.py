@@ -13,7 +13,7 @@ from upscalers.architecture.layer_tensors import LayerTensor, Projection, projec
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.dense_block import FusionOptions, MatrixMethod
-from upscalers.plan.plan import New, Plan
+from upscalers.plan import New, Plan
 from upscalers.tensors.recipes import Copy, Measurement, Recipe, Scratch, Solver, SolverTensor, stacked, tensor_seed
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class MatrixPrediction(Solver):
     def solve(self, scratch: Scratch) -> "Iterator[tuple[str, torch.Tensor]]":
         import torch
 
-        from upscalers.solvers.layer_predictor import RowFile, predict, shared_basis, train_predictor
+        from upscalers.tensors.layer_predictor import RowFile, predict, shared_basis, train_predictor
 
         started = time.perf_counter()
         num_layers, options = len(self._sources), self._options

@@ -6,7 +6,7 @@ from midus_hf.config.options import option
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.dense_block import IDENTITY_HELP, DenseMethod, IdentityInit, whole_layer
-from upscalers.plan.plan import New
+from upscalers.plan import New
 
 
 @dataclass

@@ -14,8 +14,7 @@ from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, MemoryEntry
 from upscalers.architecture.layer_tensors import Config, kept_roles, projections_of, roles_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import METHODS, Method, Paper
-from upscalers.plan.layer_config import follow_plan
-from upscalers.plan.plan import Base, New, Plan
+from upscalers.plan import Base, New, Plan, follow_plan
 from upscalers.tensors.recipes import Copy, Fill, Initialise, Recipe, tensor_seed
 
 _SPAN = 1

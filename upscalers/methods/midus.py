@@ -1,7 +1,6 @@
 """MIDUS with the paper's head-wise memory, and the memories that the paper compares."""
 
-from midus_hf.memories.midus_baselines.options import MidusLinearOptions, MidusPkmOptions
-from midus_hf.memories.midus_hml.options import MidusHmlOptions
+from midus_hf.memories.midus.options import MidusHmlOptions, MidusLinearOptions, MidusPkmOptions
 from upscalers.methods.contract import register_method
 from upscalers.methods.memory_methods import InsertedMemoryMethod
 

@@ -4,7 +4,7 @@ from midus_hf.memories.moc.options import MocOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
-from upscalers.plan.plan import Plan
+from upscalers.plan import Plan
 
 
 @register_method("moc")

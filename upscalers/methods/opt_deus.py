@@ -13,13 +13,13 @@ from upscalers.architecture.layer_tensors import LayerTensor, Projection, projec
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.dense_block import IDENTITY_HELP, FusionMethod, FusionOptions, IdentityInit, MatrixMethod
-from upscalers.plan.plan import New
+from upscalers.plan import New
 from upscalers.tensors.recipes import Measurement, Recipe, Scratch, Solver, SolverTensor, stacked
 
 if TYPE_CHECKING:
     import torch
 
-    from upscalers.solvers.transport import Transport
+    from upscalers.tensors.transport import Transport
 
 _WEAK = 0.3
 OPT_DEUS = Paper(
@@ -190,7 +190,7 @@ class BlockFusion(Solver):
         self, role: str, source: "torch.Tensor", target: "torch.Tensor", scratch: Scratch, original: "torch.Tensor"
     ) -> "Transport":
         """Compute and measure the plan between rows; `original` is the source before its inputs were mapped."""
-        from upscalers.solvers.transport import assignment, sinkhorn
+        from upscalers.tensors.transport import assignment, sinkhorn
 
         options, started = self._options, time.perf_counter()
         if options.solver == "hungarian":

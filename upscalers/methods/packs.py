@@ -12,7 +12,7 @@ from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import register_method
 from upscalers.methods.engram import recorded_name, tokenizer_of, vocabulary_of
 from upscalers.methods.memory_methods import AttachedMemoryMethod
-from upscalers.plan.plan import Plan
+from upscalers.plan import Plan
 from upscalers.request import Progress
 
 if TYPE_CHECKING:

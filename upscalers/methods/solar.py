@@ -5,7 +5,7 @@ from typing import Any
 from midus_hf.config.errors import RequestError
 from upscalers.methods.contract import NoOptions, Paper, register_method
 from upscalers.methods.stack import Stack
-from upscalers.plan.plan import Plan
+from upscalers.plan import Plan
 
 
 @register_method("solar")

@@ -9,7 +9,7 @@ from midus_hf.config.options import option
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.dense_block import DenseMethod
-from upscalers.plan.plan import Base, Plan
+from upscalers.plan import Base, Plan
 
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
 

@@ -15,7 +15,7 @@ from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.source import Source, check_repo_id
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import Method
-from upscalers.plan.plan import Plan
+from upscalers.plan import Plan
 from upscalers.record.provenance import ParameterCounts
 from upscalers.request import Progress, one_line
 from upscalers.tensors.recipes import Measurement, summary_table

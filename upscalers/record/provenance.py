@@ -15,7 +15,7 @@ from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import MOST_LAYERS, BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES
 from upscalers.methods.contract import Method
-from upscalers.plan.plan import Plan
+from upscalers.plan import Plan
 
 EDITS_KEY = "edits"
 

@@ -12,8 +12,7 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import INTEGERS, SAFETENSORS_NAMES, TORCH_NAMES
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
-from upscalers.plan.layer_config import pattern_concern
-from upscalers.plan.plan import Plan
+from upscalers.plan import Plan, pattern_concern
 from upscalers.record.provenance import ParameterCounts
 from upscalers.request import MethodError, one_line
 from upscalers.tensors.recipes import Combine, Copy, Integers, LayerBlocks, Recipe, solved_parts

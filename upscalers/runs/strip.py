@@ -23,7 +23,7 @@ from upscalers.checkpoint.safetensors_format import (
 )
 from upscalers.checkpoint.source import resolve_source
 from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY, keep_tokenizer
-from upscalers.plan.plan import Plan
+from upscalers.plan import Plan
 from upscalers.record.provenance import read_plan, read_record, read_upscaled, write_record
 from upscalers.request import Progress
 from upscalers.runs.writing import CheckpointFolder, write_part, written_from

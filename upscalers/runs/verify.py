@@ -17,7 +17,7 @@ from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.models.saved_models import auto_class_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, read_tensor
-from upscalers.plan.plan import Base, Plan
+from upscalers.plan import Base, Plan
 from upscalers.record.provenance import Identity
 from upscalers.request import Progress, VerificationError, one_line
 

@@ -20,7 +20,7 @@ from midus_hf.memories.hierarchical.options import (
 from midus_hf.memories.hosting.sites import AttentionAdapters, AttentionHeads, BesideFeedForward, InsideFeedForward
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import register_layer
-from midus_hf.ops.block_linear.op import block_linear
+from midus_hf.ops.block_linear import block_linear
 
 
 class FetchingMemory(MemoryModule):

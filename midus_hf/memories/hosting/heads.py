@@ -13,8 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.layer import HostLayer
-from midus_hf.ops.moda.op import sequence_lse
-from midus_hf.ops.moda.reference import sequence_weights
+from midus_hf.ops.moda.op import sequence_lse, sequence_weights
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 # Output of the heads, `[B, T, H, d]`, and attention weights if they are known; and the function that makes them.

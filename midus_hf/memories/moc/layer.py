@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
 
 from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.config.errors import RequestError
+from midus_hf.memories.decode_cache import MAX_CACHED, DecodeCache, decode_cache_of
 from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.hosting.service import Reports, RouterReport, Service, States, Tables, Tokens, WholeSequences
 from midus_hf.memories.hosting.sites import BehindAttention, BehindLayer
@@ -22,9 +24,8 @@ from midus_hf.memories.moc.pooling import (
     pool_sequence,
     pool_tokens,
 )
-from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.module import MemoryModule, random_directions
 from midus_hf.memories.registry import register_layer
-from midus_hf.memories.retrieval.layer import random_directions
 from midus_hf.ops.dispatch.calling import wide_dtype, without_autocast
 from midus_hf.ops.moc.op import chapter_attention
 
@@ -244,3 +245,12 @@ def z_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(logits.dtype, torch.float32)
     squares = logits.to(wide).logsumexp(-1).square()
     return (squares * counts).sum() / counts.sum().clamp(min=1)
+
+
+@decode_cache_of(MocMemory)
+def projected_bank(memory: MocMemory) -> DecodeCache | None:
+    """Return a cache for keys and values of the whole bank; None for a large bank."""
+    if 2 * memory.options.memory_tokens * memory.num_heads * memory.head_dim > MAX_CACHED:
+        return None
+    names = ("bank", "key_projection.weight", "value_projection.weight")
+    return DecodeCache(names, partial(derive_all, memory.options))

@@ -24,8 +24,7 @@ from midus_hf.memories.hosting.sites import InsideAttention
 from midus_hf.memories.moda.options import ModaOptions, Slot, SlotSource
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import Memories, MemoryEntry, register_layer
-from midus_hf.ops.moda.op import depth_attention
-from midus_hf.ops.moda.reference import join_factors, joint_attention
+from midus_hf.ops.moda.op import depth_attention, join_factors, joint_attention
 
 Heads = tuple[torch.Tensor, torch.Tensor]
 

@@ -41,7 +41,7 @@ from midus_hf.memories.packs.opening import (
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.reading import RECORDING, KeptPacks, OpenPacks, Pack, PackReader, Recording, open_packs
 from midus_hf.memories.registry import Memories, register_layer
-from midus_hf.ops.moda.reference import joint_attention, sequence_scores, shares_of_both
+from midus_hf.ops.moda.op import joint_attention, sequence_scores, shares_of_both
 
 _NO_TOKEN = -1
 

@@ -8,6 +8,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.memories.bank import MemoryFiles, register_memory_files
+from midus_hf.memories.flops import attention_products, attention_weights, flops_of
 from midus_hf.memories.options import MemoryOptions, head_projections
 from midus_hf.memories.registry import Memories, register_memory
 
@@ -70,3 +71,17 @@ class GlossaryFile(MemoryFiles):
 def has_glossary(memories: Memories) -> bool:
     """Return whether a model reads names and texts from a glossary."""
     return any(isinstance(entry.options, PacksOptions) for entry in memories.attached.values())
+
+
+_TOKENS_PER_PACK = 128  # that FLOPs are counted for
+
+
+@flops_of(PacksOptions)
+def packs_flops(
+    options: PacksOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+) -> dict[str, int]:
+    slots, width = options.open * _TOKENS_PER_PACK, sizes.num_heads * sizes.head_dim
+    return {
+        "packs": attention_products(batch, tokens, slots, width)
+        + attention_weights(batch, sizes.num_heads, tokens, slots)
+    }

@@ -6,17 +6,16 @@ import torch
 from torch import nn
 
 from midus_hf.config.declared_tensors import ModelSizes
+from midus_hf.memories.decode_cache import MAX_CACHED, DecodeCache, decode_cache_of
 from midus_hf.memories.hosting.service import ScaledInitialisation, Tables
 from midus_hf.memories.hosting.sites import BesideFeedForward, Skip
-from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.module import MemoryModule, random_directions
 from midus_hf.memories.registry import register_layer
-from midus_hf.memories.retrieval.layer import random_directions
 from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
 from midus_hf.ops.dispatch.calling import without_autocast
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 from midus_hf.ops.gather.op import gathered_products, weighted_gather
-from midus_hf.ops.ultramem_v2.op import tucker_topk
-from midus_hf.ops.ultramem_v2.reference import leading_vectors
+from midus_hf.ops.ultramem_v2 import leading_vectors, tucker_topk
 
 _QUERY_EPS = 1e-6
 
@@ -140,3 +139,12 @@ def _scores(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _normalised_query(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + _QUERY_EPS) * gain
+
+
+@decode_cache_of(UltraMemV2Memory)
+def normalised_keys_and_vectors(memory: UltraMemV2Memory) -> DecodeCache | None:
+    """Return a cache for keys and vectors; None for many keys."""
+    if 2 * memory.row_keys.numel() > MAX_CACHED:
+        return None
+    names = ("row_keys", "column_keys", "key_norm_weight", "core", "row_vector")
+    return DecodeCache(names, keys_and_vectors, as_stored=True)

@@ -13,7 +13,6 @@ from torch import Tensor
 from midus_hf.ops.dispatch.calling import differentiable_op, narrowest_integer, resolve, wide_dtype
 from midus_hf.ops.dispatch.library import native_library
 from midus_hf.ops.dispatch.private_torch import can_skip_dispatcher
-from midus_hf.ops.gather import reference
 from midus_hf.ops.gather.native import native_gathered_products, native_row_sums, native_weighted_rows
 from midus_hf.ops.gather.triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
 
@@ -51,7 +50,7 @@ def weighted_gather(
         raise ValueError(f"slots is {tuple(slots.shape)} and weights {tuple(weights.shape)}; expected equal shapes.")
     body = resolve(backend, bank, native_refusal=None)
     if body == "reference":
-        return reference.weighted_gather(bank, slots, weights, sparse_gradient)
+        return reference_weighted_gather(bank, slots, weights, sparse_gradient)
     if sparse_gradient and torch.is_grad_enabled():
         bank, slots = rows_read(bank, slots)
     leading, m = slots.shape[:-1], slots.shape[-1]
@@ -91,7 +90,7 @@ def gathered_products(
     body = resolve(backend, bank, native_refusal=None)
     vectors = vectors.to(bank.dtype)
     if body == "reference":
-        return reference.gathered_products(vectors, bank, slots, sparse_gradient)
+        return reference_gathered_products(vectors, bank, slots, sparse_gradient)
     shape = slots.shape
     if sparse_gradient and torch.is_grad_enabled():
         bank, slots = rows_read(bank, slots)
@@ -204,3 +203,30 @@ class _RowsRead(torch.autograd.Function):
         (numbers,) = ctx.saved_tensors
         shape = ctx.shape
         return torch.sparse_coo_tensor(numbers[None], gradient, shape, is_coalesced=True, check_invariants=False), None
+
+
+def reference_weighted_gather(bank: Tensor, slots: Tensor, weights: Tensor, sparse_gradient: bool = False) -> Tensor:
+    """Sum rows of a table, `out = sum_m weights[..., m] * bank[slots[..., m]]` (MIDUS, equation 14).
+
+    Shapes: bank `[R, v]`, slots and weights `[..., m]`; the result `[..., v]` has the dtype of the bank.
+    """
+    rows = _rows(bank, slots, sparse_gradient)  # [..., m, v]
+    return (weights.to(rows.dtype).unsqueeze(-1) * rows).sum(-2).to(bank.dtype)
+
+
+def reference_gathered_products(vectors: Tensor, bank: Tensor, slots: Tensor, sparse_gradient: bool = False) -> Tensor:
+    """Multiply vectors with rows: `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, eq. 15).
+
+    Shapes: vectors `[..., v]`, bank `[R, v]`, slots `[..., m]`; the result `[..., m]` is float32 at least.
+    """
+    rows = _rows(bank, slots, sparse_gradient)  # [..., m, v]
+    vectors = vectors.to(bank.dtype).to(rows.dtype)
+    return (rows * vectors.unsqueeze(-2)).sum(-1)  # a matrix product would be narrowed under autocast
+
+
+def _rows(bank: Tensor, slots: Tensor, sparse_gradient: bool) -> Tensor:
+    """Return rows in float32 at least, so that thousands of gradients of a row are summed in float32."""
+    wide = torch.promote_types(bank.dtype, torch.float32)
+    if torch.is_grad_enabled() and bank.requires_grad:
+        return F.embedding(slots, bank.to(wide), sparse=sparse_gradient)
+    return F.embedding(slots, bank).to(wide)

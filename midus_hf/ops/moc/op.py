@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from midus_hf.ops.dispatch.calling import differentiable_op, resolve, wide_dtype, without_autocast
-from midus_hf.ops.moc import reference
 from midus_hf.ops.moc.triton import BLOCK_ROWS, segment_refusal, triton_chapter_blocks, triton_chapter_gradients
 
 _MAX_GATHERED = 1 << 25  # largest number of elements of keys that are gathered at a time: 128 MB in float32
@@ -55,7 +54,7 @@ def chapter_attention(
     if query.numel() == 0:
         return query * 1
     if body == "reference":
-        return reference.chapter_attention(query, keys, values, chapters, scales)
+        return reference_chapter_attention(query, keys, values, chapters, scales)
     keys, values = keys.to(query.dtype), values.to(query.dtype)
     with without_autocast(query.device.type):
         if not sorts:
@@ -208,3 +207,25 @@ chapter_blocks_op = differentiable_op(
     gradients=("rows", "factors", "keys", "values"),
     outputs=("outputs", "sums"),
 )
+
+
+def reference_chapter_attention(
+    query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor
+) -> Tensor:
+    """Attend to the memory tokens of chosen chapters in one softmax (Mixture of Chapters, equation 4).
+
+    Shapes: query and result `[S, Q, H, d]`, keys and values `[C, M, H, d]`, chapters and scales `[S, n]`.
+    """
+    if query.numel() == 0:
+        return query * 1
+    score_dtype = torch.promote_types(query.dtype, torch.float32)
+    with without_autocast(query.device.type):
+        keys, values = (
+            tensor.to(query.dtype).to(score_dtype)[chapters] for tensor in (keys, values)
+        )  # [S, n, M, H, d]; widened before indexing, so that gradients of segments with the same chapter are summed in float32
+        scale = scales.to(score_dtype)[:, :, None, None, None]
+        keys, values = keys * scale, values * scale
+        scores = torch.einsum("sqhd,snmhd->shqnm", query.to(score_dtype), keys) / math.sqrt(query.shape[-1])
+        weights = scores.flatten(-2).softmax(dim=-1).unflatten(-1, scores.shape[-2:])
+        output = torch.einsum("shqnm,snmhd->sqhd", weights, values)
+    return output.to(query.dtype)

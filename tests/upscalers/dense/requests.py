@@ -9,7 +9,7 @@ from upscalers.architecture.layer_tensors import family_of
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import get_method
-from upscalers.plan.plan import Plan
+from upscalers.plan import Plan
 from upscalers.record.provenance import UpscaleReport
 from upscalers.request import parse_options
 from upscalers.runs.upscale import upscale

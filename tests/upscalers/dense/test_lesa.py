@@ -17,8 +17,8 @@ from upscalers.architecture.layer_tensors import Projection
 from upscalers.methods.contract import get_method
 from upscalers.methods.lesa import MatrixPrediction
 from upscalers.request import parse_options
-from upscalers.solvers import layer_predictor
-from upscalers.solvers.layer_predictor import new_predictor
+from upscalers.tensors import layer_predictor
+from upscalers.tensors.layer_predictor import new_predictor
 from upscalers.tensors.recipes import Scratch, tensor_seed
 
 LAYERS, SIZE = 16, 64

@@ -34,7 +34,7 @@ from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.methods import contract
 from upscalers.methods.contract import METHODS, register_method
 from upscalers.methods.dense_block import DenseMethod
-from upscalers.plan.plan import place
+from upscalers.plan import place
 from upscalers.request import parse_options
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from upscalers.methods.lesa import LesaOptions
-from upscalers.solvers.layer_predictor import RowFile, new_predictor, predict, shared_basis, train_predictor
+from upscalers.tensors.layer_predictor import RowFile, new_predictor, predict, shared_basis, train_predictor
 
 ROWS, LAYERS, WIDTH = 10, 6, 8
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from upscalers.solvers.transport import assignment, sinkhorn
+from upscalers.tensors.transport import assignment, sinkhorn
 
 REGULARIZATION = 0.06
 

@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from midus_hf.ops.block_linear import reference
 from midus_hf.ops.dispatch.calling import resolve
 
 
@@ -31,7 +30,7 @@ def block_linear(inputs: Tensor, weights: Tensor, blocks: Tensor, *, backend: st
     if blocks.shape != inputs.shape[:1]:
         raise ValueError(f"blocks is {tuple(blocks.shape)}; expected one for each of the {len(inputs)} rows.")
     if resolve(backend, inputs) == "reference":
-        return reference.block_linear(inputs, weights, blocks)
+        return reference_block_linear(inputs, weights, blocks)
     weights = weights.to(inputs.dtype)
     if len(weights) == 1:
         return F.linear(inputs, weights[0])
@@ -46,3 +45,8 @@ def block_by_block(inputs: Tensor, weights: Tensor, blocks: Tensor) -> Tensor:
     parts = inputs[order].split(counts)
     mapped = torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True) if len(part)])
     return mapped[order.argsort()]
+
+
+def reference_block_linear(inputs: Tensor, weights: Tensor, blocks: Tensor) -> Tensor:
+    """Multiply rows `[B, T, i]` by `weights` `[U, o, i]` of their `blocks` `[B]`: `[B, T, o]`."""
+    return torch.einsum("bti,boi->bto", inputs, weights.to(inputs.dtype)[blocks])

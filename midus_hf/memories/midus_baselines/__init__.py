@@ -1,1 +1,0 @@
-"""Linear and product-key memory, the baselines of MIDUS."""

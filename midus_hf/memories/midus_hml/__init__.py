@@ -1,1 +1,0 @@
-"""Head-wise memory (HML) of MIDUS."""

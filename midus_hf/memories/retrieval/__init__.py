@@ -1,1 +1,0 @@
-"""Code shared by memories that retrieve slots."""

@@ -1,1 +1,0 @@
-"""Products of each row of a batch with the row's block of weights."""

@@ -1,1 +1,0 @@
-"""Retrieval by Tucker-decomposed keys (UltraMemV2, section 3)."""

@@ -1,1 +1,0 @@
-"""Numerical work of methods that compute new layers: optimal transport and a predictor of layers."""
