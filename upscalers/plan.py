@@ -5,7 +5,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from midus_hf.config.errors import RequestError, one_of
@@ -173,62 +173,46 @@ def place(placement: str, num_layers: int, num_new_layers: int | None) -> list[i
     return policy(num_layers, 1)  # which always fits
 
 
-def _stride(name: str, num_layers: int, num_new_layers: int) -> int:
+def _one_per_group(name: str, offset: int, num_layers: int, num_new_layers: int) -> list[int]:
+    """Place a new layer in each of K equal groups: after the group, or before its last layer (offset -1)."""
     if num_layers % num_new_layers:
         divisors = [count for count in range(1, num_layers + 1) if num_layers % count == 0]
         raise RequestError(
             f"num-new-layers is {num_new_layers}; placement {name} needs a divisor of the {num_layers} base layers: "
             f"{', '.join(map(str, divisors))}. Choose one of them, another placement, or list the indices."
         )
-    return num_layers // num_new_layers
+    stride = num_layers // num_new_layers
+    return [group * (stride + 1) + stride + offset for group in range(num_new_layers)]
 
 
-def distributed(num_layers: int, num_new_layers: int) -> list[int]:
-    """Place one new layer before the last layer of each of K equal groups (MIDUS, equation 10)."""
-    stride = _stride("distributed", num_layers, num_new_layers)
-    return [group * (stride + 1) + stride - 1 for group in range(num_new_layers)]
-
-
-def llama_pro(num_layers: int, num_new_layers: int) -> list[int]:
-    """Place one new layer after each of K equal groups (LLaMA-Pro; MIDUS, equation 9)."""
-    stride = _stride("llama-pro", num_layers, num_new_layers)
-    return [(group + 1) * stride + group for group in range(num_new_layers)]
-
-
-def _check_most(name: str, num_new_layers: int, most: int, place: str, num_layers: int) -> None:
-    if num_new_layers > most:
+def _next_to_base(name: str, place: str, num_layers: int, num_new_layers: int) -> list[int]:
+    """Place a new layer in each of the last K gaps between base layers, or before each of the first K."""
+    is_top = name == "top-heavy"
+    if num_new_layers > num_layers - is_top:
         raise RequestError(
-            f"num-new-layers is {num_new_layers}; placement {name} fits at most {most}, one {place} the {num_layers} base layers."
+            f"num-new-layers is {num_new_layers}; placement {name} fits at most {num_layers - is_top}, one {place} the "
+            f"{num_layers} base layers."
         )
-
-
-def top_heavy(num_layers: int, num_new_layers: int) -> list[int]:
-    """Place one new layer in each of the last K gaps between base layers (OpT-DeUS, LESA)."""
-    _check_most("top-heavy", num_new_layers, num_layers - 1, "in each gap between", num_layers)
-    return [num_layers - num_new_layers + 2 * index for index in range(num_new_layers)]
-
-
-def bottom_heavy(num_layers: int, num_new_layers: int) -> list[int]:
-    """Place one new layer before each of the first K base layers."""
-    _check_most("bottom-heavy", num_new_layers, num_layers, "before each of", num_layers)
-    return [2 * index for index in range(num_new_layers)]
+    first = num_layers - num_new_layers if is_top else 0
+    return [first + 2 * index for index in range(num_new_layers)]
 
 
 # `(L, K) -> K ascending indices`; they raise `RequestError` if they cannot place that many layers.
 PLACEMENTS: dict[str, Callable[[int, int], list[int]]] = {
-    "distributed": distributed,
-    "llama-pro": llama_pro,
-    "top-heavy": top_heavy,
-    "bottom-heavy": bottom_heavy,
+    "distributed": partial(_one_per_group, "distributed", -1),  # MIDUS, equation 10
+    "llama-pro": partial(_one_per_group, "llama-pro", 0),  # LLaMA-Pro; MIDUS, equation 9
+    "top-heavy": partial(_next_to_base, "top-heavy", "in each gap between"),  # OpT-DeUS, LESA
+    "bottom-heavy": partial(_next_to_base, "bottom-heavy", "before each of"),
 }
 
 
 def follow_plan(base: BaseCheckpoint, plan: Plan) -> Config:
     """Return the base's config with `num_hidden_layers` and all per-layer values of the plan's layers."""
     config = copy.deepcopy(base.config)
-    unchanged = plan.sources == list(range(base.num_layers))
     config |= copy.deepcopy(base.layout.per_layer_values)
-    followed = config if unchanged else _followed_values(config, plan)
+    followed = config
+    if plan.sources != list(range(base.num_layers)):
+        followed = {key: _follow(plan, key, value, key) for key, value in config.items()}
     for values, entry in zip(followed.get("memory") or [], base.layout.memories.entries, strict=True):
         values |= _followed_layers(base, plan, entry)
     followed["num_hidden_layers"] = plan.num_layers
@@ -274,39 +258,36 @@ def _followed_layers(base: BaseCheckpoint, plan: Plan, entry: MemoryEntry) -> di
     return {**followed, "into": [plan.kept_indices[into[layer]] for _, layer in taken]} if into else followed
 
 
-def _followed_values(config: Config, plan: Plan) -> Config:
+def _follow(plan: Plan, key: str, value: Any, path: str) -> Any:
+    """Return a value of a config for the layers of a plan; `path` leads to it from the top of the config."""
     sources, num_layers = plan.sources, plan.num_base_layers
-
-    def followed(key: str, value: Any, path: str) -> Any:
-        if key in NOT_PER_LAYER_KEYS:
+    if key in NOT_PER_LAYER_KEYS:
+        return value
+    if key in PER_LAYER_MAPPING_KEYS and isinstance(value, dict):
+        own = {int(index): values for index, values in value.items()}  # "05" where there are ten layers or more
+        return {str(index): own[source] for index, source in enumerate(sources) if source in own}
+    if key in LEADING_LAYERS_KEYS and type(value) is int:
+        number = value + LEADING_LAYERS_KEYS[key]
+        leading = [source < number for source in sources]
+        # Other numbers do not describe layers; layers that differ from the plan are refused later.
+        leads_the_plan = leading == sorted(leading, reverse=True)
+        return sum(leading) - LEADING_LAYERS_KEYS[key] if leads_the_plan else value
+    if isinstance(value, dict):
+        if key != "text_config" and "model_type" in value:  # config of another model, such as an audio encoder
             return value
-        if key in PER_LAYER_MAPPING_KEYS and isinstance(value, dict):
-            own = {int(index): values for index, values in value.items()}  # "05" where there are ten layers or more
-            return {str(index): own[source] for index, source in enumerate(sources) if source in own}
-        if key in LEADING_LAYERS_KEYS and type(value) is int:
-            number = value + LEADING_LAYERS_KEYS[key]
-            leading = [source < number for source in sources]
-            # Other numbers do not describe layers; layers that differ from the plan are refused later.
-            leads_the_plan = leading == sorted(leading, reverse=True)
-            return sum(leading) - LEADING_LAYERS_KEYS[key] if leads_the_plan else value
-        if isinstance(value, dict):
-            if key != "text_config" and "model_type" in value:  # config of another model, such as an audio encoder
-                return value
-            if value and all(str(index).isdecimal() and int(index) < num_layers for index in value):
-                raise _undeclared_error(path, f"a mapping by numbers below that of the layers ({num_layers})")
-            return {inner: followed(inner, each, f"{path}.{inner}") for inner, each in value.items()}
-        if not isinstance(value, list):
-            return value
-        check_list(key, value, num_layers, path)
-        if key in PER_LAYER_KEYS:
-            return [value[source] for source in sources]
-        if key in LAYER_INDEX_KEYS:
-            return [index for index, source in enumerate(sources) if source in value]
-        if len(value) == num_layers:
-            raise _undeclared_error(path, f"a list as long as the model has layers ({num_layers})")
-        return [followed("", entry, f"{path}[{number}]") for number, entry in enumerate(value)]
-
-    return {key: followed(key, value, key) for key, value in config.items()}
+        if value and all(str(index).isdecimal() and int(index) < num_layers for index in value):
+            raise _undeclared_error(path, f"a mapping by numbers below that of the layers ({num_layers})")
+        return {inner: _follow(plan, inner, each, f"{path}.{inner}") for inner, each in value.items()}
+    if not isinstance(value, list):
+        return value
+    check_list(key, value, num_layers, path)
+    if key in PER_LAYER_KEYS:
+        return [value[source] for source in sources]
+    if key in LAYER_INDEX_KEYS:
+        return [index for index, source in enumerate(sources) if source in value]
+    if len(value) == num_layers:
+        raise _undeclared_error(path, f"a list as long as the model has layers ({num_layers})")
+    return [_follow(plan, "", entry, f"{path}[{number}]") for number, entry in enumerate(value)]
 
 
 def _undeclared_error(path: str, description: str) -> RequestError:

@@ -156,7 +156,7 @@ _EMPTY: Mapping[str, Any] = {
 def _rows() -> Mapping[str, Any]:
     """Return entries by type, of the file or proven by the user; a text says why a type hosts no memory."""
     rows = json.loads(FILE.read_text(encoding="utf-8"))
-    for path in sorted(own_rows().glob("*.json")):
+    for path in sorted((user_cache() / "types").glob("*.json")):
         try:
             listed, own = rows.get(path.stem), json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
@@ -172,11 +172,6 @@ def installed_version() -> str:
 
 
 def user_cache() -> Path:
-    """Return the package's cache folder, `~/.cache/midus_hf`; a `RuntimeError` without a home folder."""
+    """Return `~/.cache/midus_hf`, with rows that the user proved in `types`; `RuntimeError` without a home."""
     caches = os.environ.get("XDG_CACHE_HOME")
     return (Path(caches) if caches else Path.home() / ".cache") / "midus_hf"
-
-
-def own_rows() -> Path:
-    """Return the folder of rows that the user proved, `~/.cache/midus_hf/types`."""
-    return user_cache() / "types"

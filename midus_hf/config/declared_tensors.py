@@ -113,22 +113,18 @@ class ModelSizes:
     @classmethod
     def from_config(cls, config: Any) -> "ModelSizes":
         """Return a transformers config's sizes, of the layers without sizes of their own (Gemma 4)."""
-
-        def size(name: str) -> int:
+        values, sizes = vars(config), dict[str, int]()
+        for name in ("num_attention_heads", "head_dim", "num_key_value_heads", "intermediate_size"):
             try:
                 value = getattr(config, name, None)
             except RuntimeError:  # transformers refuses to read an attribute that differs between layers
-                value = vars(config).get(name)
-            return value if isinstance(value, int) else 0
-
-        values = vars(config)
+                value = values.get(name)
+            sizes[name] = value if isinstance(value, int) else 0
         is_heterogeneous = getattr(config, "is_heterogeneous", False)
         return cls(
             hidden_size=config.hidden_size,
-            num_heads=size("num_attention_heads") or 1,
-            head_dim=size("head_dim"),
-            num_key_value_heads=size("num_key_value_heads"),
-            intermediate_size=size("intermediate_size"),
+            num_heads=sizes.pop("num_attention_heads") or 1,
+            **sizes,
             num_layers=config.num_hidden_layers,
             activation=values.get("hidden_activation") or values.get("hidden_act") or "silu",
             layers=tuple(map(cls.from_config, config.per_layer_config)) if is_heterogeneous else (),

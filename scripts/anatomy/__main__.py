@@ -27,7 +27,7 @@ from midus_hf.anatomy.types import (
     ModelType,
     UnknownType,
     installed_version,
-    own_rows,
+    user_cache,
 )
 from midus_hf.memories.hosting.parts import MissingPartError
 from midus_hf.models.families.template import shapes_digest
@@ -146,8 +146,8 @@ def main(words: list[str] | None = None) -> int:
             print(f"{model_type!r} {row}", file=sys.stderr)
             status = 1
             continue
-        own_rows().mkdir(parents=True, exist_ok=True)
-        path = own_rows() / f"{model_type}.json"
+        path = user_cache() / "types" / f"{model_type}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(table_of(row), encoding="utf-8")
         print(f"{path}: {', '.join(row.get('wirings', [])) or 'a composite model'}")
         for wiring, reason in row.get("refused", {}).items():

@@ -345,7 +345,7 @@ def test_unlisted_type_is_refused_with_its_proof_command(fresh, tmp_path, monkey
     assert main(["gpt2", "cohere"]) == 1
     fresh()
     assert model_type_of("cohere").wirings == tuple(ROWS["cohere"]["wirings"])
-    own = types.own_rows() / "phi3.json"
+    own = types.user_cache() / "types" / "phi3.json"
     own.write_text(json.dumps({**ROWS["phi3"], "class_name": "Own"}))
     for version, name in ((types.installed_version(), "Phi3"), ("9.1", "Own")):  # the file's row has no 9.1
         monkeypatch.setattr(types, "installed_version", lambda version=version: version)

@@ -172,34 +172,33 @@ def check_lists(config: Mapping[str, Any]) -> None:
             check_list(key, values, num_layers)
 
 
-def family_of(config: Config) -> ModelType:
-    """Return a config's model type; refuse types not proven, quantised models and custom code."""
+def family_of(config: Config, *outer: Config) -> ModelType:
+    """Return a config's model type; refuse types not proven, quantised models and custom code.
+
+    `outer` is the config of the composite model, if there is one.
+    """
+    for each in (*outer, config):
+        if quantization := each.get("quantization_config"):
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+            remedy = "Start from the unquantised checkpoint."
+            if method in _DEQUANTISING:
+                remedy = (
+                    "Dequantise it first, in Python: AutoModelForCausalLM.from_pretrained(BASE, dtype='auto', quantization_config="
+                    f"{_DEQUANTISING[method]}(dequantize=True)).save_pretrained('base'), and its AutoTokenizer likewise."
+                )
+            raise RequestError(
+                f"the base is quantised (quantization_config: {method or 'unknown'}); expected float32, float16 or bfloat16 "
+                f"weights. {remedy}"
+            )
+        if each.get("auto_map") and not str(each.get("model_type")).startswith(MEMORY_PREFIX):
+            raise RequestError(
+                "the base has custom code (auto_map in config.json), which is never run; expected a native checkpoint. "
+                "If its weights are those of the native class, remove auto_map from config.json."
+            )
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise RequestError(
             f"config.json has model_type = {model_type!r}; expected one of: {', '.join(MAIN_TYPES)}. Restore the config.json that "
             "the base was published with."
         )
-    check_readable(config)
     return model_type_of(model_type)
-
-
-def check_readable(config: Config) -> None:
-    """Refuse a model whose weights are quantised, or that has custom code."""
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        remedy = "Start from the unquantised checkpoint."
-        if method in _DEQUANTISING:
-            remedy = (
-                "Dequantise it first, in Python: AutoModelForCausalLM.from_pretrained(BASE, dtype='auto', quantization_config="
-                f"{_DEQUANTISING[method]}(dequantize=True)).save_pretrained('base'), and its AutoTokenizer likewise."
-            )
-        raise RequestError(
-            f"the base is quantised (quantization_config: {method or 'unknown'}); expected float32, float16 or bfloat16 weights. "
-            f"{remedy}"
-        )
-    if config.get("auto_map") and not str(config.get("model_type")).startswith(MEMORY_PREFIX):
-        raise RequestError(
-            "the base has custom code (auto_map in config.json), which is never run; expected a native checkpoint. "
-            "If its weights are those of the native class, remove auto_map from config.json."
-        )

@@ -13,7 +13,7 @@ from midus_hf.config.errors import RequestError, first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE, read_json
 from midus_hf.files.outputs import write_text
 from midus_hf.sources.names import MERGE_ADAPTER, gguf_refusal
-from upscalers.architecture.layer_tensors import Config, Layout, Shape, check_lists, check_readable, family_of
+from upscalers.architecture.layer_tensors import Config, Layout, Shape, check_lists, family_of
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.composite_model import CompositeModel, composite_model_of
 from upscalers.checkpoint.safetensors_format import (
@@ -159,7 +159,7 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
     config, composite = read_config(folder), None
     if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
         composite = composite_model_of(config)
-    check_readable(config)
+    family = family_of(config) if composite is None else family_of(composite.language_config, config)
     if composite is not None:
         config = composite.language_config
     if (folder / ADAPTER_CONFIG).is_file():
@@ -168,7 +168,7 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
             f"expected only a model. {MERGE_ADAPTER} Or remove the file."
         )
     stored = stored_tensors(folder, needs_weights)
-    family, layers = family_of(config), config.get("num_hidden_layers")
+    layers = config.get("num_hidden_layers")
     if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
         raise RequestError(
             f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."

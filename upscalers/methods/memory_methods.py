@@ -5,7 +5,7 @@ from abc import abstractmethod
 from dataclasses import fields, make_dataclass
 from typing import Any, ClassVar
 
-from midus_hf.anatomy.types import MEMORY_PREFIX, ModelType
+from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
@@ -23,24 +23,26 @@ _SPAN = 1
 class HostedMemoryMethod(Method):
     """Method whose result is a model of the family that hosts one more memory."""
 
-    def check(self, base: BaseCheckpoint) -> None:
+    memory_options: ClassVar[type[MemoryOptions]]
+    #: Sites for the memory, the default first.
+    sites: ClassVar[list[SiteName]]
+
+    def check_hosting(self, base: BaseCheckpoint, site: SiteName) -> None:
+        """Refuse a base that was not proven to host the memory at a site."""
         if base.composite is not None:
             base.composite.check_hosts()
-
-    @classmethod
-    @abstractmethod
-    def positions(cls) -> list[tuple[SiteName, str]]:
-        """Return the sites for the memory, the default first, each with the memory's type."""
-
-    def check_proven(self, row: ModelType, site: SiteName) -> None:
-        memory_type = dict(self.positions())[site]
+        row, memory_type = base.family, self.memory_options.type
         failure = row.refusal(site, memory_type)
         if failure is None:
             return
-        others = [each for each, _ in self.positions() if each != site and row.refusal(each, memory_type) is None]
+        others = [each for each in self.sites if each != site and row.refusal(each, memory_type) is None]
         remedy = f"Pass --set site={others[0]}, or choose" if others else "Choose"
         hosting = {name: method for name, method in METHODS.items() if issubclass(method, HostedMemoryMethod)}
-        taking = [name for name, method in hosting.items() if row.refusal(*method.positions()[0]) is None]
+        taking = [
+            name
+            for name, method in hosting.items()
+            if row.refusal(method.sites[0], method.memory_options.type) is None
+        ]
         raise RequestError(
             f"model_type {row.model_type!r} does not support memory of type {memory_type!r} at the site {site!r} (proof on a tiny "
             f"model: {failure.rstrip('.')}). {remedy} one of {', '.join(taking) or 'the dense methods'} (docs/families.md)."
@@ -71,9 +73,6 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     A subclass sets `memory_options`; the method's options are these, `layers`, `site` and, with the site `skip`, `span`.
     """
 
-    memory_options: ClassVar[type[MemoryOptions]]
-    # Sites for existing layers, the default first.
-    sites: ClassVar[list[SiteName]]
     default_layers: ClassVar[Any] = "all"
     # Further options of the method: name, type and field.
     own_options: ClassVar[list[tuple[str, Any, Any]]] = []
@@ -106,7 +105,6 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         )
 
     def check(self, base: BaseCheckpoint) -> None:
-        super().check(base)
         self._memory().check_fit(base.layout.sizes)
         if self.options.site not in self.sites:
             raise RequestError(f"site is {self.options.site!r}; expected one of: {', '.join(self.sites)}.")
@@ -115,11 +113,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 f"span is {self.options.span} and site is {self.options.site!r}; expected site skip, the only one with a span. Pass "
                 "--set site=skip, or leave span out."
             )
-        self.check_proven(base.family, self.options.site)
-
-    @classmethod
-    def positions(cls) -> list[tuple[SiteName, str]]:
-        return [(site, cls.memory_options.type) for site in cls.sites]
+        self.check_hosting(base, self.options.site)
 
     def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
@@ -230,15 +224,16 @@ class InsertedMemoryMethod(HostedMemoryMethod):
     options_class: ClassVar[type[InsertedOptions]]
     options: InsertedOptions
 
+    sites: ClassVar[list[SiteName]] = ["inserted"]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.memory_options = cls.options_class
+
     def check(self, base: BaseCheckpoint) -> None:
-        super().check(base)
         for sizes in {base.layout.sizes.at(layer) for layer in range(base.num_layers)}:
             self.options.check_fit(sizes)
-        self.check_proven(base.family, "inserted")
-
-    @classmethod
-    def positions(cls) -> list[tuple[SiteName, str]]:
-        return [("inserted", cls.options_class.type)]
+        self.check_hosting(base, "inserted")
 
     def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
         """Return the nearest base layer, after or else before, with all attention tensors of a block."""
