@@ -346,7 +346,7 @@ def _read_declared(
     """Return the rows of a Hub dataset, or of files that a folder's card names; print unread ones."""
     import datasets
 
-    from midus_hf.data.readers import data_files_of, with_own_reader
+    from midus_hf.data.readers import with_own_reader
 
     is_folder, subject = path.exists(), f"{key} is {source!r}"
     if not is_folder and not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
@@ -359,7 +359,7 @@ def _read_declared(
         read = [file for of_split in splits.values() for file in of_split]
         refuse_pointers(key, read)
         _note_unread_files(key, path, _files_of(key, path), read)
-        files, text = data_files_of(splits), _READER_OPTIONS["text"]
+        files, text = _data_files(splits), _READER_OPTIONS["text"]
     with convert_read_errors(subject):
         builder = with_own_reader(declared, files, text if columns is None else text or {})
         if columns is None:
@@ -385,7 +385,7 @@ def _read_files(
     columns: Sequence[str] | None,
     names_files: bool,
 ) -> Any:
-    from midus_hf.data.readers import READERS, VERSION, data_files_of
+    from midus_hf.data.readers import READERS, VERSION
 
     kind, splits, files = _select_files(key, path, has_text=text_column is not None)
     read = [file for of_split in splits.values() for file in of_split]
@@ -394,7 +394,7 @@ def _read_files(
 
     def prepared(files: Mapping[str, Sequence[Path]]) -> Any:
         reader, options = "csv" if kind == "tsv" else kind, _READER_OPTIONS.get(kind, {})
-        builder = READERS[reader](dataset_name=reader, hash=VERSION, data_files=data_files_of(files), **options)
+        builder = READERS[reader](dataset_name=reader, hash=VERSION, data_files=_data_files(files), **options)
         if columns is None:
             builder.download_and_prepare()
         return builder
@@ -445,6 +445,17 @@ def _select_files(key: str, path: Path, *, has_text: bool) -> tuple[str, dict[st
         expected = "text with a visible character" if has_text else "row"
         raise RequestError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
     return kind, {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read), files
+
+
+def _data_files(splits: Mapping[Any, Sequence[Path]]) -> Any:
+    """Return the files of each split for `datasets`, with their state on disk, which identifies its cache."""
+    from datasets.data_files import DataFilesDict, DataFilesList
+
+    lists = {}
+    for split, files in splits.items():
+        states = [(f"{at.st_size} {at.st_ino} {at.st_mtime_ns} {at.st_ctime_ns}",) for at in map(Path.stat, files)]
+        lists[split] = DataFilesList([str(file.resolve()) for file in files], [*states])
+    return DataFilesDict(lists)
 
 
 def _files_of(key: str, path: Path) -> list[Path]:

@@ -67,7 +67,8 @@ def packed_sequences(
 
     beginning = beginning_within(sequence_length, tokenizer)
     tokens, lengths = _tokenised(dataset, tokenizer, text_column, vocab_size)
-    packed, count = _packed_by(tokens, Packer(sequence_length, documents_apart, beginning)), int(lengths.sum())
+    packer, count = Packer(sequence_length, documents_apart, beginning), int(lengths.sum())
+    packed = _mapped(tokens, packer, packer.columns, [packer], desc="packing")
     if not len(packed):
         raise RequestError(too_few_tokens(key, count, sequence_length))
     dropped, _ = _remainder(lengths, sequence_length, len(beginning))
@@ -153,7 +154,8 @@ def leaf_sequences(
     leaves = np.split(lengths, np.flatnonzero(ends)[:-1] + 1)
     rests = np.array([sum(_remainder(leaf, sequence_length, len(beginning))) for leaf in leaves])
     tokens = tokens.add_column("memory_ids", list(paths[order])).add_column("ends_leaf", ends)
-    packed = _packed_by(tokens, Packer(sequence_length, documents_apart, beginning, tokenizer.eos_token_id))
+    packer = Packer(sequence_length, documents_apart, beginning, tokenizer.eos_token_id)
+    packed = _mapped(tokens, packer, packer.columns, [packer], desc="packing")
     return PackedTexts(packed, int(lengths.sum()), int((rests == 1).sum()), bool((rests > 1).any()))
 
 
@@ -176,19 +178,10 @@ def _tokenised(
     dataset: "Dataset", tokenizer: "PreTrainedTokenizerBase", text_column: str, vocab_size: int | None
 ) -> tuple["Dataset", np.ndarray]:
     import pyarrow.compute
-    from datasets.fingerprint import Hasher
 
-    tokens = dataset.map(
-        tokenise,
-        batched=True,
-        batch_size=_TEXTS_A_BATCH,
-        input_columns=[text_column],
-        remove_columns=dataset.column_names,
-        fn_kwargs={"tokenizer": tokenizer, "vocab_size": vocab_size},
-        features=_features_of("input_ids"),
-        new_fingerprint=Hasher.hash([_PROCEDURE, dataset._fingerprint, tokenizer, text_column, vocab_size]),
-        desc="tokenising",
-    )
+    options: dict[str, Any] = {"input_columns": [text_column], "desc": "tokenising"}
+    options["fn_kwargs"] = {"tokenizer": tokenizer, "vocab_size": vocab_size}
+    tokens = _mapped(dataset, tokenise, ["input_ids"], [tokenizer, text_column, vocab_size], **options)
     return tokens, np.asarray(pyarrow.compute.list_value_length(tokens.data.column("input_ids")), np.int64)
 
 
@@ -280,24 +273,21 @@ class Packer:
         self.pieces = [part for part in np.split(tokens[begin:], bounds[bounds > 0]) if len(part)]
 
 
-def _packed_by(tokens: "Dataset", packer: Packer) -> "Dataset":
+def _mapped(rows: "Dataset", function: Any, columns: Sequence[str], identity: list[Any], **options: Any) -> "Dataset":
+    """Return a function's rows of these columns for batches of rows; `datasets` caches them by `identity`."""
+    from datasets import Features, LargeList, Value
     from datasets.fingerprint import Hasher
 
-    return tokens.map(
-        packer,
+    features = {name: LargeList(Value("int64" if name == "memory_ids" else "int32")) for name in columns}
+    return rows.map(
+        function,
         batched=True,
         batch_size=_TEXTS_A_BATCH,
-        remove_columns=tokens.column_names,
-        features=_features_of(*packer.columns),
-        new_fingerprint=Hasher.hash([_PROCEDURE, tokens._fingerprint, packer]),
-        desc="packing",
+        remove_columns=rows.column_names,
+        features=Features(features),
+        new_fingerprint=Hasher.hash([_PROCEDURE, rows._fingerprint, *identity]),
+        **options,
     )
-
-
-def _features_of(*names: str) -> Any:
-    from datasets import Features, LargeList, Value
-
-    return Features({name: LargeList(Value("int64" if name == "memory_ids" else "int32")) for name in names})
 
 
 def collate(rows: list[dict[str, Any]], sequence_length: int, fill: int) -> dict[str, torch.Tensor]:

@@ -14,7 +14,6 @@ import datasets
 import pandas as pd
 import pyarrow as pa
 from datasets.builder import Key
-from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.exceptions import DatasetGenerationError
 from datasets.features.features import register_feature
 from datasets.packaged_modules.csv.csv import Csv
@@ -261,12 +260,3 @@ def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | No
         data_files=data_files,
         **{**settings, **((text or {}) if kind == "text" else {})},
     )
-
-
-def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
-    """Return the files of each split for `datasets`, with their state on disk, which identifies its cache."""
-    lists = {}
-    for split, files in splits.items():
-        states = [(f"{at.st_size} {at.st_ino} {at.st_mtime_ns} {at.st_ctime_ns}",) for at in map(Path.stat, files)]
-        lists[split] = DataFilesList([str(file.resolve()) for file in files], [*states])
-    return DataFilesDict(lists)

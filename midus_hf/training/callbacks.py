@@ -39,8 +39,14 @@ class RunInterrupted(KeyboardInterrupt):
 class RunReport(TrainerCallback):
     """Prints what a run reads, its steps, whether they are few, and, without bars, a line each minute.
 
-    The number of sequences is None for a stream; its place in the run is that of its steps, also after a resumption.
+    The number of sequences is None for a stream; its place in the run is that of its steps, also after a resumption. A note says
+    once that other programs use the cores, so that threads wait for each other; a process with one thread, or that waits for a GPU
+    or other processes, is excluded.
     """
+
+    _is_noted = False
+    _began = (0.0, 0.0)  # a step: the time, and the processor time of all threads
+    _seconds = _processor_seconds = 0.0
 
     def __init__(self, reads: str, num_sequences: int | None):
         self.reads, self.num_sequences = reads, num_sequences
@@ -75,40 +81,14 @@ class RunReport(TrainerCallback):
                 desc="training", unit=" steps", total=steps, initial=state.global_step, leave=False
             )
 
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._began = time.monotonic(), time.process_time()
+
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.num_sequences is None:  # the Trainer counts from where it began to read
             state.epoch = state.global_step / state.max_steps
         if self._training is not None:
             self._training.update()
-
-    def on_prediction_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **_: Any
-    ) -> None:
-        if self._training is None:
-            return
-        if self._evaluation is None:
-            total = len(eval_dataloader) if has_length(eval_dataloader) else None
-            self._evaluation = show_progress(desc="evaluating", unit=" batches", leave=False, total=total)
-        self._evaluation.update()
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._evaluation = None
-
-
-class BusyCoresNote(TrainerCallback):
-    """Notes once that other programs use the cores, so that threads wait for each other, with the remedy.
-
-    Processes with one thread, or that wait for a GPU or other processes, are excluded.
-    """
-
-    _is_noted = False
-    _began = (0.0, 0.0)  # a step: the time, and the processor time of all threads
-    _seconds = _processor_seconds = 0.0
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._began = time.monotonic(), time.process_time()
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         threads = torch.get_num_threads()
         if self._is_noted or threads == 1 or args.world_size > 1 or args.device.type != "cpu":
             return
@@ -123,6 +103,19 @@ class BusyCoresNote(TrainerCallback):
                 "other programs use the cores, and threads wait for each other. With OMP_NUM_THREADS=1 none waits"
             )
         self._seconds = self._processor_seconds = 0.0
+
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **_: Any
+    ) -> None:
+        if self._training is None:
+            return
+        if self._evaluation is None:
+            total = len(eval_dataloader) if has_length(eval_dataloader) else None
+            self._evaluation = show_progress(desc="evaluating", unit=" batches", leave=False, total=total)
+        self._evaluation.update()
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._evaluation = None
 
 
 class GracefulStop(TrainerCallback):

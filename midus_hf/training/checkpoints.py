@@ -118,10 +118,8 @@ def find_latest_complete(output: str | os.PathLike) -> Path | None:
     return complete
 
 
-def resumed_checkpoint(output: str | os.PathLike, resume: bool | str | None) -> Path | None:
-    """Return the checkpoint of `resume_from_checkpoint`; None for a run that starts from the beginning."""
-    if not resume:
-        return None
+def resumed_checkpoint(output: str | os.PathLike, resume: bool | str) -> Path | None:
+    """Return the checkpoint of a `resume_from_checkpoint`; None if `"auto"` finds none."""
     if isinstance(resume, str) and resume != "auto":
         checkpoint = Path(resume)
         damage = find_damage(checkpoint) if checkpoint.is_dir() else "it does not exist"

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,11 @@ from midus_hf.files.checkpoint_files import (
 )
 from midus_hf.memories.engram.known_ngrams import SAVING_KEYS
 from midus_hf.memories.hierarchical.fetching import check_tree
-from midus_hf.memories.hierarchical.options import BankLayout, block_layouts
-from midus_hf.memories.hierarchical.training import growth_of, model_banks
+from midus_hf.memories.hierarchical.options import BankLayout, HierarchicalOptions, block_layouts
+from midus_hf.memories.hierarchical.training import growth_of
 from midus_hf.memories.hosting.service import BankService
 from midus_hf.memories.packs.options import has_glossary
+from midus_hf.memories.registry import NO_MEMORIES
 from midus_hf.models.host import MemoryConfig
 from midus_hf.models.saved_models import check_no_missing_tensors, load_model
 from midus_hf.sources.tokenizers import load_tokenizer
@@ -58,7 +59,12 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
     if arguments.config_name is not None and hasattr(config, "upscale"):
         del config.upscale  # it describes a base whose weights this model does not have
-    check_sequence_length(arguments.length_key, getattr(arguments, arguments.length_key), config)
+    key, limit = arguments.length_key, getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and (length := getattr(arguments, key)) > limit:
+        raise RequestError(
+            f"{key} is {length}, but the model has positions for {limit} tokens. Lower {key}, or first raise "
+            "max_position_embeddings in the model's config.json, with the rope scaling that it then needs."
+        )
     hosts_memory = isinstance(config, MemoryConfig)
     if arguments.config_name is not None and hosts_memory and has_glossary(config.memories()):
         raise RequestError(
@@ -89,16 +95,6 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
     return config
 
 
-def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConfig) -> None:
-    """Refuse a key such as `sequence_length` if the model has too few positions for it."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and sequence_length > limit:
-        raise RequestError(
-            f"{key} is {sequence_length}, but the model has positions for {limit} tokens. Lower {key}, or first raise "
-            "max_position_embeddings in the model's config.json, with the rope scaling that it then needs."
-        )
-
-
 def load_run_tokenizer(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
     source = arguments.model_name_or_path or arguments.tokenizer_name
     assert source is not None, "a config is named with a tokenizer"
@@ -123,18 +119,14 @@ def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrai
         options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
         model, missing = load_model(source, **options)
     check_no_missing_tensors(source, missing)
-    return model, _accompanying_files(source)
-
-
-def _accompanying_files(model: str) -> dict[str, bytes]:
-    folder = Path(model)
+    folder = Path(source)
     if not folder.is_dir():
         try:
-            folder = Path(snapshot_download(model, allow_patterns=list(ACCOMPANYING)))
+            folder = Path(snapshot_download(source, allow_patterns=list(ACCOMPANYING)))
         except (HfHubHTTPError, OSError):
-            return {}
+            return model, {}
     paths = sorted(path for pattern in ACCOMPANYING for path in folder.glob(pattern) if path.is_file())
-    return {path.name: path.read_bytes() for path in paths}
+    return model, {path.name: path.read_bytes() for path in paths}
 
 
 def _expected(arguments: MemoryArguments) -> str:
@@ -166,7 +158,16 @@ class RunTexts(NamedTuple):
 def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> RunTexts:
     """Return the corpus and the held-out texts as sequences of `arguments.sequence_length` tokens."""
     length, column = arguments.sequence_length, arguments.path_column
-    banks: dict[str, BankLayout] = block_layouts(config.memories()) if isinstance(config, MemoryConfig) else {}
+    memories = config.memories() if isinstance(config, MemoryConfig) else NO_MEMORIES
+    if column is None and any(
+        isinstance(each.options, HierarchicalOptions) and each.options.without_ids == "none"
+        for each in memories.entries
+    ):
+        raise RequestError(
+            "the model fetches blocks by the path of a text, and path_column is not given; expected the column that has "
+            "paths. midus cluster assign writes them."
+        )
+    banks: dict[str, BankLayout] = {} if column is None else block_layouts(memories)
     if arguments.tree is not None:
         from midus_hf.topics.tree import folder_of_tree
 
@@ -182,11 +183,6 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
         return leaf_sequences(rows, tokenizer, length, paths=written.paths, depth=depth, **options), written.tree
 
     depth = max((max(layout.levels) for layout in banks.values()), default=None)
-    if column is None and any(layout.blocks.without_ids == "none" for layout in banks.values()):
-        raise RequestError(
-            "the model fetches blocks by the path of a text, and path_column is not given; expected the column that has "
-            "paths. midus cluster assign writes them."
-        )
     train: Any
     corpus = arguments.corpus or []
     named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
@@ -239,10 +235,10 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
         fingerprint, shape = loaded.fingerprint, (loaded.levels, loaded.branching)
         folder = folder_of_tree(Path(tree).expanduser())
     remedy = "Assign texts by the tree of the model, or use a model whose bank has not been trained."
-    for banks in model_banks(model):
-        if banks.opened:
-            check_tree(banks, fingerprint, "the corpus", remedy, shape=shape, **growth_of(folder))
-            banks.tree = (fingerprint, folder)
+    banks = getattr(model, "banks", None)
+    if banks is not None and banks.opened:
+        check_tree(banks, fingerprint, "the corpus", remedy, shape=shape, **growth_of(folder))
+        banks.tree = (fingerprint, folder)
 
 
 def model_hashes(model: PreTrainedModel, arguments: Any) -> Digests:
@@ -274,6 +270,8 @@ def check_inputs(trainer: Any, hashes: Digests, arguments: Any, checkpoint: Path
 
     Held-out texts may change, unless they choose the saved model.
     """
+    from datasets import Dataset
+
     held_out = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     if checkpoint is not None and isinstance(trainer.train_dataset, StreamedSequences):
         count = len(list(checkpoint.glob(STREAM_FILE.format("*"))))
@@ -282,11 +280,12 @@ def check_inputs(trainer: Any, hashes: Digests, arguments: Any, checkpoint: Path
                 f"{checkpoint} has the streams of {count} processes, and this run has {arguments.world_size}; expected the same "
                 "number of processes: each resumes its own stream."
             )
-    digests = {
-        **hashes,
-        arguments.data_key: _sequences_digests({"": trainer.train_dataset}),
-        "eval_text": _sequences_digests(held_out),
-    }
+    digests = {**hashes, arguments.data_key: dict[str, str](), "eval_text": dict[str, str]()}
+    for key, datasets in ((arguments.data_key, {"": trainer.train_dataset}), ("eval_text", held_out)):
+        for name, rows in datasets.items():
+            if isinstance(rows, Dataset | StreamedSequences):
+                digest = rows_digest(rows) if isinstance(rows, Dataset) else rows.digest
+                digests[key][f"sequences of tokens of {name}" if name else "sequences of tokens"] = digest
     if (tree := getattr(arguments, "tree", None)) is not None:
         from midus_hf.topics.tree import ClusterTree
 
@@ -306,18 +305,6 @@ def check_inputs(trainer: Any, hashes: Digests, arguments: Any, checkpoint: Path
                     f"{digest[:16]}, expected {before[:16]}); put them back, or start a new run in another folder."
                 )
     return digests
-
-
-def _sequences_digests(datasets_by_name: Mapping[str, Any]) -> dict[str, str]:
-    from datasets import Dataset
-
-    return {
-        f"sequences of tokens of {name}" if name else "sequences of tokens": (
-            rows_digest(rows) if isinstance(rows, Dataset) else rows.digest
-        )
-        for name, rows in datasets_by_name.items()
-        if isinstance(rows, Dataset | StreamedSequences)
-    }
 
 
 def rows_digest(rows: Any) -> str:

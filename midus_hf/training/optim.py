@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, SchedulerType, get_s
 from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.config.declared_tensors import Role, TrainedRole
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.hierarchical.training import BLOCKS_GROUP, model_banks
+from midus_hf.memories.hierarchical.training import BLOCKS_GROUP
 from midus_hf.memories.module import DeclaredModule
 from midus_hf.models.view import ModelView, has_adapters
 from midus_hf.training.arguments import Trainable
@@ -191,27 +191,21 @@ def cast_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dty
     Without `bf16`, everything is in float32. With `bf16`, where autocast computes in bfloat16, trained parameters and running
     statistics are kept in float32, since bfloat16 would lose small updates to rounding; frozen parameters keep their dtype.
     """
-    dtypes = {}
-    for name, tensor in _held(model):
-        dtypes[name] = tensor.dtype
-        is_cast = not bf16 or tensor.requires_grad if isinstance(tensor, nn.Parameter) else tensor.is_floating_point()
-        if is_cast:
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        if isinstance(module, DeclaredModule):
+            tensors |= {f"{prefix}.{name}": buffer for name, buffer in module.named_buffers()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        if not bf16 or tensor.requires_grad if isinstance(tensor, nn.Parameter) else tensor.is_floating_point():
             tensor.data = tensor.data.float()
     return dtypes
 
 
 def restore_dtypes(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
     """Undo `cast_for_training`; exact for frozen tensors."""
-    for name, tensor in _held(model):
-        tensor.data = tensor.data.to(dtypes[name])
-
-
-def _held(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    held: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
-    for prefix, module in model.named_modules():
-        if isinstance(module, DeclaredModule):
-            held += [(f"{prefix}.{name}", buffer) for name, buffer in module.named_buffers()]
-    return held
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
@@ -277,7 +271,7 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     groups = [
         {"params": members[name], "name": name, "lr": lr, "weight_decay": weight_decay, "schedule": schedule}
         for name, (lr, weight_decay, schedule) in settings.items()
-        if members[name] or (name == BLOCKS_GROUP and any(bank.trainable for bank in model_banks(model)))
+        if members[name] or (name == BLOCKS_GROUP and getattr(getattr(model, "banks", None), "trainable", False))
     ]
     if not groups:
         raise RequestError("no parameter requires a gradient; call set_trainable on the model first.")

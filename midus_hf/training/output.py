@@ -96,7 +96,7 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
     with contextlib.ExitStack() as opening:
         opening.enter_context(exclusive(output, RequestError(busy)))
         opening.callback(_remove_unused_output, output)
-        checkpoint = resumed_checkpoint(output, resume)
+        checkpoint = resumed_checkpoint(output, resume) if resume else None
         files = sorted(os.listdir(output))
         is_begun = RUN_CONFIG in files and CONFIG_FILE not in files  # by a run that has trained no model yet
         record = {**arguments.recorded(), _SEQUENCES: arguments.sequences_per_step}

@@ -22,7 +22,7 @@ from midus_hf.models.view import ModelView
 from midus_hf.sources.names import answer_of_hub
 from midus_hf.sources.progress import limit_bars, without_library_bars
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
-from midus_hf.training.callbacks import BusyCoresNote, GracefulStop, RunInterrupted, RunReport
+from midus_hf.training.callbacks import GracefulStop, RunInterrupted, RunReport
 from midus_hf.training.checkpoints import resume_hint
 from midus_hf.training.inputs import (
     RunTexts,
@@ -138,7 +138,19 @@ def run_training(
                     protection.check_checkpoint(model, checkpoint)
                 if is_main:
                     print(protection)
-            trainer = _make(make_trainer, model, arguments, tokenizer, texts)
+            for name in arguments.report_to or ():
+                if not getattr(integration_utils, f"is_{name}_available", lambda: True)():
+                    raise RequestError(
+                        f"report_to is {name}, whose package is not installed; install it, or set report_to to none."
+                    )
+            hub_errors = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
+            no_repository = "push_to_hub is true, and the Trainer makes a repository"
+            with (
+                as_request_error("the Trainer cannot be made", ImportError, ValueError),
+                as_request_error(no_repository, *hub_errors, reason=_hub_failure_reason),
+            ):
+                trainer = make_trainer(model, arguments, tokenizer, texts)
+                trainer.get_optimizer_cls_and_kwargs(arguments)
             if checkpoint is not None:
                 check_checkpoint(trainer, checkpoint)
             trainer.inputs = in_main_process(arguments, partial(check_inputs, trainer, hashes, arguments, checkpoint))
@@ -149,13 +161,24 @@ def run_training(
             arguments.num_train_epochs = trainer.args.num_train_epochs = epochs
         stop = GracefulStop(trainer.largest)
         trainer.add_callback(stop)
-        trainer.add_callback(BusyCoresNote())
         trainer.add_callback(RunReport(texts.reads or f"dataset_name: {num_sequences:,} sequences", num_sequences))
         with saving_to(output), stop, without_library_bars():
-            _train(trainer, checkpoint, output)
+            try:
+                trainer.train(checkpoint)
+            except (
+                ValueError
+            ) as error:  # a `RequestError` of a step is not about the arguments, which have been checked
+                if trainer.state.max_steps == 0:  # the checkpoint is not one of this run
+                    raise
+                step, reason = trainer.state.global_step + 1, str(error).rstrip(".")
+                raise TrainingError(f"step {step:,} failed: {reason}. To continue, {resume_hint(output)}.") from error
             if stop.signal_number:
                 raise RunInterrupted(_interruption_message(trainer, output), stop.signal_number)
-            trainer.log(_totals(trainer))
+            blocks = sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            if torch.cuda.is_available():
+                peak = torch.cuda.max_memory_allocated()
+            trainer.log({"trained_parameters": num_trained(trainer.model) + blocks, "peak_memory_bytes": peak})
             failures = save_model(trainer, arguments, dtypes, uses_cache, tokenizer, files)
             if protection is not None and is_main:
                 stop.release()  # the model is saved, so a signal may end this at once
@@ -204,38 +227,9 @@ def _freeze(view: ModelView, arguments: MemoryArguments) -> tuple[Any, str]:
     return add_adapters(view, arguments.adapters)
 
 
-def _make(make_trainer: Callable[..., Any], model: Any, arguments: Any, tokenizer: Any, texts: RunTexts) -> Any:
-    for name in arguments.report_to or ():
-        if not getattr(integration_utils, f"is_{name}_available", lambda: True)():
-            raise RequestError(
-                f"report_to is {name}, whose package is not installed; install it, or set report_to to none."
-            )
-    hub_errors = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
-    with (
-        as_request_error("the Trainer cannot be made", ImportError, ValueError),
-        as_request_error(
-            "push_to_hub is true, and the Trainer makes a repository", *hub_errors, reason=_hub_failure_reason
-        ),
-    ):
-        trainer = make_trainer(model, arguments, tokenizer, texts)
-        trainer.get_optimizer_cls_and_kwargs(arguments)
-    return trainer
-
-
 def _hub_failure_reason(error: Exception) -> str:
     reason = answer_of_hub(error) or f"the Hub cannot be reached ({first_line(error)})"
     return f"{reason}. Or leave push_to_hub out, and upload the folder later."
-
-
-def _train(trainer: Any, checkpoint: Path | None, output: Path) -> None:
-    """Train; a `RequestError` of a step is not about the arguments, which have been checked."""
-    try:
-        trainer.train(checkpoint)
-    except ValueError as error:
-        if trainer.state.max_steps == 0:  # the checkpoint is not one of this run
-            raise
-        step, reason = trainer.state.global_step + 1, str(error).rstrip(".")
-        raise TrainingError(f"step {step:,} failed: {reason}. To continue, {resume_hint(output)}.") from error
 
 
 def _interruption_message(trainer: Any, output: Path) -> str:
@@ -245,11 +239,3 @@ def _interruption_message(trainer: Any, output: Path) -> str:
     if trainer.args.save_only_model:
         way = f"{saved} has only the trained parameters, by save_only_model, and no run can continue from it"
     return f"interrupted after step {step:,}; {way}"
-
-
-def _totals(trainer: Any) -> dict[str, int]:
-    blocks = sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-    return {"trained_parameters": num_trained(trainer.model) + blocks, "peak_memory_bytes": peak}

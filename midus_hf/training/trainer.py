@@ -20,7 +20,7 @@ from midus_hf.data.stream import StreamedSequences
 from midus_hf.evaluation.text_rows import row_sums
 from midus_hf.files.checkpoint_files import INPUTS_FILE, MANIFEST_FILE, STREAM_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.outputs import convert_disk_errors
-from midus_hf.memories.hierarchical.training import BlockTrainer, model_banks
+from midus_hf.memories.hierarchical.training import BlockTrainer
 from midus_hf.models.view import has_adapters
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.base_divergence import base_logits, check_base_divergence, divergence_without_target
@@ -103,7 +103,7 @@ class MemoryTrainerMixin(AnyTrainer):
         prepare_sharing(self)
         model: Any = self.model
         self.blocks: BlockTrainer | None = None  # None for a model without banks
-        if model_banks(model):
+        if getattr(model, "banks", None) is not None:
             self.blocks = BlockTrainer(self, 0.0 if options is None else options.generic_share)
         self.sparse_values = options is not None and options.sparse_values
         if self.sparse_values:
@@ -128,8 +128,8 @@ class MemoryTrainerMixin(AnyTrainer):
         At the end, the model that the run ends with is loaded. A `Path` has been checked; an incomplete checkpoint, or one of
         processes that share parameters in another way, is a `RequestError`. Infinite numbers or NaN raise a `FloatingPointError`.
         """
-        checkpoint = resume_from_checkpoint
-        if not isinstance(checkpoint, Path):
+        checkpoint = resume_from_checkpoint or None
+        if checkpoint is not None and not isinstance(checkpoint, Path):
             checkpoint = resumed_checkpoint(str(self.args.output_dir), checkpoint)
             if checkpoint is not None:
                 check_checkpoint(self, checkpoint)

@@ -23,7 +23,7 @@ from training.tiny_run import (
 )
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from midus_hf.memories.hierarchical.training import draw_generic, model_banks, train_blocks
+from midus_hf.memories.hierarchical.training import draw_generic, train_blocks
 from midus_hf.training import MemoryTrainer, set_trainable
 from midus_hf.training.run import run_training
 from upscalers.runs.upscale import upscale
@@ -158,7 +158,7 @@ def test_single_lora_blocks_train_as_peft(tmp_path):
     set_trainable(model, "new")
     adapted = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     copied = 0
-    for trained in (bank for banks in model_banks(model) if banks.trainable for bank in train_blocks(banks).values()):
+    for trained in train_blocks(model.banks).values() if model.banks.trainable else ():
         for level, fields in trained.layout.records.items():
             record = trained.bank.block(level, 0)
             parts = record.split([field.numel for field in fields])

@@ -237,7 +237,7 @@ def test_busy_cores_are_noted_once(changes, processor_seconds, is_noted, monkeyp
     clock = SimpleNamespace(seconds=0.0)
     times = {"monotonic": lambda: clock.seconds, "process_time": lambda: clock.seconds * processor_seconds / 12}
     monkeypatch.setattr(callbacks, "time", SimpleNamespace(**times))
-    note = callbacks.BusyCoresNote()
+    note = callbacks.RunReport("", 1)
     for _ in range(6):
         note.on_step_begin(SimpleNamespace(**given), None, None)
         clock.seconds += 6

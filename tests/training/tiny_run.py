@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.callbacks import BusyCoresNote, GracefulStop, RunInterrupted, RunReport
+from midus_hf.training.callbacks import GracefulStop, RunInterrupted, RunReport
 from midus_hf.training.inputs import read_texts
 from midus_hf.training.run import TrainResult, make_memory_trainer, run_training
 from midus_hf.training.trainer import MemoryTrainer
@@ -231,7 +231,7 @@ class PreparedRun:
 
     def execute(self) -> TrainResult:
         self.trainer.train = self._train
-        for callback in (GracefulStop, BusyCoresNote, RunReport):  # which the run adds again
+        for callback in (GracefulStop, RunReport):  # which the run adds again
             self.trainer.remove_callback(callback)
 
         def read(arguments: Any, config: Any, tokenizer: Any) -> Any:

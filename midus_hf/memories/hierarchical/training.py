@@ -205,13 +205,13 @@ class BlockTrainer:
         self._trainer, self.generic_share = trainer, generic_share
         self._pass = (-1, 0)  # the step, and the number of the pass within it
         self._are_averaged = False
-        banks = [bank for bank in model_banks(trainer.model) if bank.trainable]
-        if banks and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.fp16):
+        banks: Banks = trainer.model.banks
+        if banks.trainable and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.fp16):
             raise RequestError(
                 "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support; expected processes that hold whole "
                 "models, and bf16 or float32."
             )
-        if banks:
+        if banks.trainable:
             optimizer, _ = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args)
             given = None if {"betas", "eps"} <= inspect.signature(optimizer).parameters.keys() else optimizer.__name__
             if given or trainer.optimizer is not None:
@@ -220,7 +220,7 @@ class BlockTrainer:
                     f"{given or 'a Trainer with another optimizer'} does not have; expected an optimizer such as optim: "
                     "adamw_torch. Or freeze the blocks: trainable: [3, 7] trains only layers."
                 )
-        self.banks: list[TrainedBank] = [trained for bank in banks for trained in train_blocks(bank).values()]
+        self.banks: list[TrainedBank] = [*train_blocks(banks).values()] if banks.trainable else []
         if self.banks and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
             # DistributedDataParallel refuses a model without trained parameters, and accelerate avoids wrapping it only on GPUs.
             trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
@@ -299,8 +299,3 @@ def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tenso
     """Draw which sequences of a run, from index `first`, fetch the generic memory, `[count]`, bool."""
     drawn = [np.random.default_rng([seed, number]).random() < share for number in range(first, first + count)]
     return torch.tensor(drawn, dtype=torch.bool)
-
-
-def model_banks(model: torch.nn.Module) -> list[Banks]:
-    """Return the banks of a model, wrapped by PEFT or not, whose blocks train where they are `trainable`."""
-    return [banks for module in model.modules() if (banks := getattr(module, "own_banks", None))]
