@@ -20,9 +20,17 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from midus_hf.compare.findings import mean_loss
 from midus_hf.compare.plan import Comparison, Run, check, plan, searches_of
-from midus_hf.compare.run import Result, code_version, curve_of, input_hasher, read_result, request_of, write_result
+from midus_hf.compare.run import (
+    Result,
+    code_version,
+    curve_of,
+    input_hasher,
+    mean_loss,
+    read_result,
+    request_of,
+    write_result,
+)
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping, options_from_files
 from midus_hf.look.page import as_png, new_figure

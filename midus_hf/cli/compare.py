@@ -52,28 +52,29 @@ def midus_compare(
         comparison, variants = plan(options_from_files(Comparison, config, set_ or []))
         if not report_only:
             check(comparison, variants)
-    from midus_hf.compare import report, running
-    from midus_hf.compare.findings import advice, cautions, findings
-    from midus_hf.compare.run import input_hasher
+    from midus_hf.compare import report
+    from midus_hf.compare import run as runs
 
     if dry_run or report_only:  # a report needs neither base nor texts
-        running.check_finished(comparison, variants, input_hasher(comparison) if dry_run else None)
+        runs.check_finished(comparison, variants, runs.input_hasher(comparison) if dry_run else None)
     if dry_run:
         records = report.plan_records(comparison, variants)
         plan_of_runs = {"variants": records, "seeds": comparison.seeds}
         show(plan_of_runs, json_, lambda _: show_tables([report.plan_table(records)]), indent=2)
         return
-    failures = {} if report_only else running.run_all(comparison, variants)
-    base, results, missing = running.collect(comparison, variants)
+    failures = {} if report_only else runs.run_all(comparison, variants)
+    base, results, missing = runs.collect(comparison, variants)
     if base is None:
         why = failures.get("base", "the base is measured first")
         raise CommandExit(FAILED, f"{comparison.output_dir} has no result yet: {why}")
-    found = findings(comparison, base, results, failures, missing)
+    found = report.findings(comparison, base, results, failures, missing)
     path = report.write_report(Path(comparison.output_dir), found)
     show(report.as_json(found, path), json_, lambda _: show_tables([report.variants_table(found)]), indent=2)
     if not json_:
         wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
-        print(*map(wrap, cautions(found)), "", f"report: {path}", "", *map(wrap, advice(found)), sep="\n")
+        print(
+            *map(wrap, report.cautions(found)), "", f"report: {path}", "", *map(wrap, report.advice(found)), sep="\n"
+        )
     if failures:
         name, why = next(iter(failures.items()))
         count = f"one run failed, {name}" if len(failures) == 1 else f"{len(failures)} runs failed, the first {name}"

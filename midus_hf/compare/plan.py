@@ -1,6 +1,5 @@
 """Options of a comparison and their plan: variants, sizes, rates and null controls; without torch."""
 
-import copy
 import dataclasses
 import filecmp
 import itertools
@@ -13,15 +12,17 @@ from midus_hf.anatomy.record import UpscaleRecord, language_entry, record_of
 from midus_hf.config.errors import RequestError, name_in_request_errors, one_of
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping, read_mapping
-from midus_hf.memories.controls import controls_of
+from midus_hf.evaluation.evaluate import EvaluationSettings
+from midus_hf.memories.controls import Change, controls_of
 from midus_hf.memories.hierarchical.options import HierarchicalOptions
-from midus_hf.memories.registry import MEMORY_TYPES, memory_type, sample_tensors
+from midus_hf.memories.options import MemoryOptions
+from midus_hf.memories.registry import memory_type, sample_tensors
 from midus_hf.sources.names import check_model_name, check_sources, saved_config
 from midus_hf.training.keys import short_run_rates, trains_new_parts
-from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.methods.contract import get_method
+from upscalers.methods.memory_methods import HostedMemoryMethod
 from upscalers.request import parse_options
 from upscalers.runs.upscale import upscale
 
@@ -38,7 +39,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OWN_TRAINING_KEYS = ("model_name_or_path", "output_dir", "seed", "eval_text", "resume_from_checkpoint")
 _OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
 _UPSCALING_KEYS = ("method", "num_new_layers", "placement", "options", "dtype", "max_shard_size", "verify")
-_OF_CORPORA = {"corpus_split": None, "corpus_name": None}  # not of measured texts
 _VALUE_RATES = ("value_learning_rate", "key_value_learning_rate")  # keys of `midus train`
 
 
@@ -69,9 +69,13 @@ class TaskOptions:
     num_fewshot: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("limit", 1), ("num_fewshot", 0)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise RequestError(f"tasks.{name} is {value}; expected {least} or more. Leave it out for the default.")
+        with name_in_request_errors("tasks"):
+            self.settings()
+
+    def settings(self) -> EvaluationSettings:
+        """Return the settings of `midus eval` for these tasks."""
+        keys = dataclasses.asdict(self)
+        return EvaluationSettings(tasks=keys.pop("names"), **keys)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -122,35 +126,21 @@ class Comparison:
     controls: bool = True
 
     def __post_init__(self) -> None:
-        several = next((name for name in self.variants if len(self.rates_of(name)) > 1), None)
         wrong = next((name for name in (*self.variants, *self.texts) if not _NAME.fullmatch(str(name))), None)
-        texts_twice = len(self.texts) < sum(len(getattr(self, kind)) for kind in TEXT_KINDS)
-        seeds_differ = len(set(self.seeds)) == len(self.seeds) and min(self.seeds, default=-1) >= 0
+        is_repeated = len(self.texts) < sum(len(getattr(self, kind)) for kind in TEXT_KINDS)
+        are_seeds = len(set(self.seeds)) == len(self.seeds) and min(self.seeds, default=-1) >= 0
+        several = next((name for name in self.variants if len(self.rates_of(name)) > 1), None)
+        unchosen = f"validation is empty, and {several} has several rates; expected other text like the corpus, which is given "
+        unchosen += "as validation.NAME=PATH, or one rate for each variant."
         for is_wrong, message in (
             (not self.variants, "variants is empty; expected one or more."),
             (BASE in self.variants, f"variants has {BASE!r}, the name of the base itself; choose another name."),
-            (
-                wrong is not None,
-                f"{wrong!r} names a variant or text; expected letters, digits and . _ -, a letter or digit first.",
-            ),
-            (
-                texts_twice,
-                f"texts are {', '.join(self.texts)}, one of them twice; expected a different name for each.",
-            ),
-            (
-                not (self.domain or self.tasks),
-                "domain is empty, without tasks; expected one of them, to measure learning.",
-            ),
-            (
-                self.controls and not self.domain,
-                "domain is empty, and controls are true; expected held-out text to measure learning on, or controls: false.",
-            ),
-            (
-                several and not self.validation,
-                f"validation is empty, and {several} has several rates; expected text like the corpus that is neither trained on "
-                "nor in domain. Give some, as validation.NAME=PATH, or one rate for each variant.",
-            ),
-            (not seeds_differ, f"seeds is {self.seeds}; expected one or more different numbers from 0."),
+            (wrong is not None, f"{wrong!r} names a variant or text; expected letters, digits, and later . _ or -."),
+            (is_repeated, f"texts are {', '.join(self.texts)}, one twice; expected a different name for each."),
+            (not (self.domain or self.tasks), "domain is empty, without tasks; expected one of them."),
+            (self.controls and not self.domain, "domain is empty; expected texts for controls, or controls: false."),
+            (several and not self.validation, unchosen),
+            (not are_seeds, f"seeds is {self.seeds}; expected one or more different numbers from 0."),
         ):
             if is_wrong:
                 raise RequestError(message)
@@ -178,7 +168,7 @@ class Variant:
     rates: Sequence[Rate]
     new_parameters: int = 0
     trained_parameters: int | None = None
-    controls: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    controls: Mapping[str, Change] = dataclasses.field(default_factory=dict)
     control: str | None = None
     control_of: str | None = None
 
@@ -208,25 +198,19 @@ class Run:
 
     def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
         """Return the keys of `midus train`, which measure texts at start and end, or every `eval_steps`."""
-        keys = {
-            "dataloader_drop_last": True,  # or a smaller batch at the end of a corpus would count as a step
-            **self.variant.train,
-            **self.rate,
-            "model_name_or_path": str(model),
-            "output_dir": str(output),
-            "seed": self.seed,
-        }
+        own = {"model_name_or_path": str(model), "output_dir": str(output), "seed": self.seed}
+        # Without the first key, a smaller batch at the end of a corpus would count as a step.
+        keys = {"dataloader_drop_last": True, **self.variant.train, **self.rate, **own}
         if not comparison.texts:
             return keys
-        steps = finite_number(keys.get("max_steps"))  # `midus train` itself rejects a value that is no number
-        if keys.get("max_steps") is None or (steps is not None and steps < 1):
+        steps = finite_number(keys.get("max_steps"))
+        if steps is None or steps < 1:
             raise RequestError(
                 f"variants.{self.variant.name} has max_steps {keys.get('max_steps')}; expected at least 1, the budget that variants "
                 "are compared at. Set train.max_steps."
             )
-        if keys.get("eval_steps") is None:
-            keys["eval_steps"] = 1 if steps is None else int(steps)
-        return {**keys, "eval_text": comparison.texts, "eval_on_start": True}
+        every = int(steps) if keys.get("eval_steps") is None else keys["eval_steps"]
+        return {**keys, "eval_steps": every, "eval_text": comparison.texts, "eval_on_start": True}
 
 
 def base_run(comparison: Comparison) -> Run:
@@ -252,13 +236,13 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
 
 def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Variant:
     options, label = comparison.variants[name], f"variants.{name}.upscale"
-    train: dict[str, Any] = {**shared, **_read_keys(f"variants.{name}.train", options.train, _OWN_TRAINING_KEYS)}
-    keys, controls, new, trained = None, dict[str, dict[str, Any]](), 0, None
+    train = {**shared, **_read_keys(f"variants.{name}.train", options.train, _OWN_TRAINING_KEYS)}
+    keys, controls, new, trained = None, dict[str, Change](), 0, None
     if options.upscale is None:
         # A plain base does not record which parameters to train: all train, unless the recipe differs or trains adapters.
         train = train if train.get("adapters") else {"trainable": "all", **train}
         base = saved_config(comparison.base)
-        types = [memory_type(entry.get("type")).type for entry in language_entry(base).get("memory") or []]
+        kinds = [memory_type(entry.get("type")) for entry in language_entry(base).get("memory") or []]
         trainable = (record_of(base) or UpscaleRecord()).trainable
     else:
         keys = _read_keys(label, options.upscale, _OWN_UPSCALING_KEYS)
@@ -268,17 +252,18 @@ def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) 
             raise RequestError(f"{label} is {keys}; expected a method of 'upscale methods', and a mapping of options.")
         with name_in_request_errors(label):
             report = upscale(base=comparison.base, dry_run=True, **keys).parameters
-        method = get_method(keys["method"])
-        new, trained, trainable = report.new, report.trainable, method.trainable
-        types = [added for _, added in getattr(method, "positions", list)()]
-        controls = _find_controls(comparison.base, keys, train) if comparison.controls and types else {}
+        kinds, controls = _find_memory(comparison.base, keys)
+        new, trained, trainable = report.new, report.trainable, get_method(keys["method"]).trainable
+        # A null control that trains only certain roles would lack more than addressing if the variant trains the base as well.
+        trains_more = train.get("trainable", "auto") not in ("auto", "new") or train.get("adapters")
+        controls = {name: change for name, change in controls.items() if not (trains_more and change.trainable)}
     has_value_rate = any(train.get(key) is not None for key in _VALUE_RATES)
-    apart = _have_values(types) and trains_new_parts(train, trainable) and not has_value_rate
+    apart = any(map(_has_values, kinds)) and trains_new_parts(train, trainable) and not has_value_rate
     listed = options.rates or comparison.rates or [{}]
     rates = [_as_keys(rate) if isinstance(rate, Mapping) or not apart else short_run_rates(rate) for rate in listed]
     if len(names := [rate_name(rate) for rate in rates]) > len(set(names)):
         raise RequestError(f"variants.{name} has rates {', '.join(names)}; expected rates whose names differ.")
-    return Variant(name, keys, train, rates, new, trained, controls)
+    return Variant(name, keys, train, rates, new, trained, controls if comparison.controls else {})
 
 
 def _read_keys(where: str, keys: Mapping[str, Any] | str | None, reserved: Sequence[str]) -> dict[str, Any]:
@@ -292,45 +277,36 @@ def _read_keys(where: str, keys: Mapping[str, Any] | str | None, reserved: Seque
     return dict(keys or {})
 
 
-def _have_values(types: Sequence[str]) -> bool:
-    """Return whether a type of memory has values, or fetched blocks, which learn at the rate of values."""
-    known = [MEMORY_TYPES[each] for each in types if each in MEMORY_TYPES]
-    has_values = any(tensor.role == "value" for each in known for _, tensor in sample_tensors(each))
-    return has_values or any(issubclass(each, HierarchicalOptions) for each in known)
+def _has_values(kind: type[MemoryOptions]) -> bool:
+    """Return whether a memory has values, or fetched blocks, which learn at the rate of values."""
+    return issubclass(kind, HierarchicalOptions) or any(tensor.role == "value" for _, tensor in sample_tensors(kind))
 
 
-def _find_controls(base: str, keys: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _find_memory(base: str, keys: Mapping[str, Any]) -> tuple[list[type[MemoryOptions]], dict[str, Change]]:
+    """Return the options' class of the memory that upscaling adds, in a list, and its null controls by name."""
     method_class, placement = get_method(keys["method"]), keys.get("placement")
+    if not issubclass(method_class, HostedMemoryMethod):
+        return [], {}
     method = method_class(parse_options(method_class.options_class, keys.get("options") or {}, method_class.name))
-    if isinstance(placement, list):
-        placement = ",".join(map(str, placement))
+    placement = placement if isinstance(placement, str | None) else ",".join(map(str, placement))
     with resolve_source(base, config_only=True) as source:
         opened = open_base(source.folder, needs_weights=False)
-        config = method.config(opened, method.plan(opened, keys.get("num_new_layers"), placement))
-    before = {entry.name for entry in opened.layout.memories.entries}
-    memories = layout_of(dict(config)).memories
-    added = next((entry for entry in memories.entries if entry.name not in before), None)
-    if added is None:
-        return {}
-    # A null control that trains only certain roles would lack more than addressing if the variant trains the base as well.
-    trains_more = train.get("trainable", "auto") not in ("auto", "new") or train.get("adapters")
-    return {
-        name: {"options": dict(change.options), "trainable": list(change.trainable)}
-        for name, change in controls_of(added.options, memories.sizes, added.layers).items()
-        if not (trains_more and change.trainable)
-    }
+        memory = method.entry(opened, method.plan(opened, keys.get("num_new_layers"), placement))
+    changes: Any = controls_of(memory.options, opened.layout.sizes, memory.layers)
+    return [type(memory.options)], {**changes}
 
 
 def control_variants(variant: Variant, rate: Rate) -> list[Variant]:
     """Return the variants that are a variant's null controls; each differs by a single change."""
     controls = []
     for name, change in variant.controls.items():
-        keys = copy.deepcopy(dict(variant.upscale or {}))
-        if change["options"]:
-            keys["options"] = {**(keys.get("options") or {}), **change["options"]}
-        train = {**variant.train, "trainable": change["trainable"]} if change["trainable"] else variant.train
-        names: dict[str, Any] = {"name": f"{variant.name}+{name}", "control": name, "control_of": variant.name}
+        keys, train = {**(variant.upscale or {})}, variant.train
+        if change.options:
+            keys["options"] = {**(keys.get("options") or {}), **change.options}
+        if change.trainable:
+            train = {**train, "trainable": list(change.trainable)}
         if name != SHUFFLED:
+            names: dict[str, Any] = {"name": f"{variant.name}+{name}", "control": name, "control_of": variant.name}
             controls.append(
                 dataclasses.replace(variant, **names, controls={}, upscale=keys, train=train, rates=[rate])
             )
@@ -346,26 +322,26 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
         raise RequestError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")
     check_model_name("base", comparison.base)
     texts = [(f"{kind}.{name}", path) for kind in TEXT_KINDS for name, path in getattr(comparison, kind).items()]
-    sources: dict[tuple[str, str], Mapping[str, Any]] = {text: {**comparison.train, **_OF_CORPORA} for text in texts}
-    shared = comparison.train.get("corpus"), comparison.train.get("sequence_length")
+    of_texts = {**comparison.train, "corpus_split": None, "corpus_name": None}
+    sources: dict[tuple[str, str], Mapping[str, Any]] = dict.fromkeys(texts, of_texts)
+    corpus, expected = comparison.train.get("corpus"), comparison.train.get("sequence_length")
     for one in variants:
         length, streaming = one.train.get("sequence_length"), one.train.get("streaming")
-        if length != shared[1] or streaming:
+        if length != expected or streaming:
             raise RequestError(
-                f"variants.{one.name} has sequence_length {length} and streaming {streaming}; expected {shared[1]}, as train has, "
+                f"variants.{one.name} has sequence_length {length} and streaming {streaming}; expected {expected}, as train has, "
                 "and no streaming, since all texts are measured alike."
             )
-        key = "train.corpus" if one.train.get("corpus") == shared[0] else f"variants.{one.name}.train.corpus"
+        key = "train.corpus" if one.train.get("corpus") == corpus else f"variants.{one.name}.train.corpus"
         sources |= {(key, each): one.train for each in one.corpora}
     check_sources(sources)
     from midus_hf.training.arguments import TrainArguments  # and with it torch, which the checks so far do not need
 
-    for one in variants:
-        with name_in_request_errors(f"variants.{one.name}, as a run of midus train"):
-            for run in searches_of(one, comparison):
-                from_mapping(TrainArguments, run.training_keys(comparison, "model", Path("trained")))
+    for run in (run for one in variants for run in searches_of(one, comparison)):
+        with name_in_request_errors(f"variants.{run.variant.name}, as a run of midus train"):
+            from_mapping(TrainArguments, run.training_keys(comparison, "model", Path("trained")))
     for (key, name), (other, place) in itertools.product(texts, sources):
-        if key != other and _overlap(Path(name).expanduser(), Path(place).expanduser()):
+        if key != other and _overlap(Path(name).expanduser().resolve(), Path(place).expanduser().resolve()):
             raise RequestError(
                 f"{key} is {name!r}, which shares text with {other}, {place!r}; expected texts that differ."
             )
@@ -375,7 +351,6 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
             read_corpus(name, key=key, text_column=train.get("text_column") or "text", **named)
 
 
-def _overlap(first: Path, second: Path) -> bool:
-    one, other = first.resolve(), second.resolve()
+def _overlap(one: Path, other: Path) -> bool:
     is_inside = one.is_relative_to(other) or other.is_relative_to(one)
     return is_inside or (one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False))

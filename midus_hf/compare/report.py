@@ -1,35 +1,200 @@
-"""The report of a comparison: a table, a picture, and JSON; and the table of a plan."""
+"""The report of a comparison: what variants learned and forgot, cautions, advice, a table, a picture, and JSON."""
 
+import dataclasses
 import importlib.util
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.findings import (
-    Findings,
-    Spread,
-    advice,
-    cautions,
-    differences,
-    loss_decreases,
-    short_count,
-    spread,
-    verdict,
-)
-from midus_hf.compare.plan import Comparison, Variant, rate_name
-from midus_hf.compare.run import Result, read_result, window_keys
-from midus_hf.compare.running import count_runs, runs_of
-from midus_hf.config.options import finite_number
+from midus_hf.compare.plan import SHUFFLED, Comparison, Variant, rate_name
+from midus_hf.compare.run import Result, chosen_rate, count_runs, mean_loss, results_of, stages_of
 from midus_hf.files.outputs import atomic_write, write_text
 from midus_hf.look.page import TextTable, as_png, new_figure
 
 # In order of preference: reports show a task's first.
 _METRICS = ("acc_norm", "acc", "exact_match", "word_perplexity")
-# Keys of `midus train` whose product is a run's number of sequences, with their defaults.
-_SIZES = {"max_steps": -1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
+# Student's t at 0.975 for 1 to 10 degrees of freedom; more take the last, which makes intervals wider.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_EQUAL_SHARE = 0.1  # numbers of parameters are equal if they differ at most by this share
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation over seeds; a single number has no deviation."""
+
+    mean: float
+    deviation: float | None
+    count: int
+
+    @property
+    def half_interval(self) -> float | None:
+        """Half the width of the mean's 95 % confidence interval (Student's t); None for a single number."""
+        if self.deviation is None:
+            return None
+        return _STUDENT[min(self.count - 1, len(_STUDENT)) - 1] * self.deviation / math.sqrt(self.count)
+
+
+def spread(numbers: Sequence[float]) -> Spread | None:
+    """Return the mean and the spread of numbers, one per seed; None if there are none."""
+    if not numbers:
+        return None
+    return Spread(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers))
+
+
+def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | None:
+    """Return the spread of `higher - lower` over the seeds that both have; None if they share no seed."""
+    return spread([higher[seed] - lower[seed] for seed in sorted(set(lower) & set(higher))])
+
+
+def verdict(advantage: Spread) -> str:
+    """Return in words whether a variant beats a null control: its 95 % interval of advantage is above 0."""
+    if advantage.mean <= 0:
+        return "does not beat it"
+    if advantage.half_interval is None:
+        return "one seed"
+    return "beats it" if advantage.mean > advantage.half_interval else "is not shown to beat it"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class VariantFindings:
+    """Findings about one variant, at the rate that the validation texts chose, in nats per token.
+
+    `results` has one result per seed, `controls` those of null controls. `advantages` are differences of final domain loss to each
+    null control over shared seeds; for `shuffled-addresses`, the rise when values are permuted. Learned is the decrease of the
+    domain's mean loss, forgotten the increase on `retention`; None without texts.
+    """
+
+    name: str
+    rate: str
+    results: Sequence[Result]
+    controls: Sequence[Result]
+    learned_by_seed: Mapping[int, float]
+    forgotten_by_seed: Mapping[int, float]
+    advantages: Mapping[str, Spread]
+    domain_loss: Spread | None
+    learned: Spread | None
+    forgotten: Spread | None
+
+    @property
+    def is_causal(self) -> bool:
+        """True if every token is computed without later tokens; else losses cannot be compared."""
+        return all(result.is_causal for result in self.results)
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """Findings of a comparison, from which reports are written.
+
+    `variants` with a chosen rate are sorted by domain loss, or without domain texts as in the comparison. `failures` has reasons by
+    run; `missing` counts runs that are not done, including null controls.
+    """
+
+    comparison: Comparison
+    base: Result
+    variants: Sequence[VariantFindings]
+    failures: Mapping[str, str]
+    missing: int
+
+
+def loss_decreases(result: Result, base: Result, texts: Sequence[str]) -> list[float]:
+    """Return the decrease of the mean loss of some texts at each point of a run's curve, nats per token.
+
+    It is relative to the run's start, or to the base if the upscaled model was not verified to compute the same: regaining what
+    upscaling lost is not learning.
+    """
+    origin = base.losses if result.starts_elsewhere else result.start.losses
+    return [mean_loss(origin, texts) - mean_loss(point.losses, texts) for point in result.curve]
+
+
+def findings(
+    comparison: Comparison, base: Result, results: Sequence[Result], failures: Mapping[str, str], missing: int = 0
+) -> Findings:
+    """Return the findings from results; those of null controls count only at their variant's chosen rate."""
+    domain, retention, variants = list(comparison.domain), list(comparison.retention), list[VariantFindings]()
+    for name in comparison.variants:
+        searches = [one for one in results if one.variant == name and one.seed == comparison.seeds[0]]
+        if (chosen := chosen_rate(searches, list(comparison.validation))) is None:
+            continue
+        at_rate = [one for one in results if rate_name(one.rate) == rate_name(chosen)]
+        own, controls = (
+            [one for one in at_rate if one.variant == name],
+            [one for one in at_rate if one.control_of == name],
+        )
+        ends = {one.seed: mean_loss(one.losses, domain) for one in own if domain}
+        learned = {one.seed: loss_decreases(one, base, domain)[-1] for one in own if domain}
+        forgotten = {one.seed: -loss_decreases(one, base, retention)[-1] for one in own if retention}
+        losses: dict[str, dict[int, float]] = {}
+        for one in controls:
+            losses.setdefault(str(one.control), {})[one.seed] = mean_loss(one.losses, domain)
+        leads = {control: paired(ends, by_seed) for control, by_seed in losses.items()}
+        shuffled = [(one.shuffled, one.saved) for one in own if one.shuffled and one.saved]
+        leads[SHUFFLED] = spread([mean_loss(after, domain) - mean_loss(before, domain) for after, before in shuffled])
+        advantages = {control: lead for control, lead in leads.items() if lead is not None}
+        spreads = [spread(list(by_seed.values())) for by_seed in (ends, learned, forgotten)]
+        found = VariantFindings(name, rate_name(chosen), own, controls, learned, forgotten, advantages, *spreads)
+        variants.append(found)
+    variants.sort(key=lambda variant: 0.0 if variant.domain_loss is None else variant.domain_loss.mean)
+    return Findings(comparison, base, variants, failures, missing)
+
+
+def cautions(findings: Findings) -> list[str]:
+    """Return sentences on what keeps numbers from being compared, and on runs that are not done."""
+    variants = findings.variants
+    reasons: dict[str, list[str]] = {
+        "Fewer than three seeds": [f"{one.name} {len(one.results)}" for one in variants if len(one.results) < 3],
+        "Best rate at an end of its list": [f"{one.name} {one.rate}" for one in variants if _is_at_end(findings, one)],
+        "Not causal, so losses cannot be compared": [one.name for one in variants if not one.is_causal],
+        "Failed": [f"{name}: {why}" for name, why in findings.failures.items()],
+        "Runs that are not done": [str(findings.missing)] if findings.missing else [],
+    }
+    return [f"{reason}: {', '.join(names)}." for reason, names in reasons.items() if names]
+
+
+def _is_at_end(findings: Findings, variant: VariantFindings) -> bool:
+    rates = findings.comparison.rates_of(variant.name)
+    (chosen,) = (rate for rate in rates if rate_name(rate) == variant.rate)
+    searched = {key: {rate[key] for rate in rates if key in rate} for key in chosen}
+    return any(len(values) > 1 and chosen[key] in (min(values), max(values)) for key, values in searched.items())
+
+
+def advice(findings: Findings) -> list[str]:
+    """Return three sentences: the best at equal parameters, what forgets least, and what was too close."""
+    causal = {one: one.learned.mean for one in findings.variants if one.is_causal and one.learned is not None}
+    learned = {one: mean for one, mean in causal.items() if mean > 0}
+    sizes = {one: one.results[0].trained_parameters for one in learned}
+    groups = [
+        [each for each in sizes if abs(sizes[each] - size) <= _EQUAL_SHARE * max(sizes[each], size)]
+        for size in sizes.values()
+    ]
+    unclear: list[str] = []
+    take = "At equal parameters: no two variants that learned have as many (within 10 %)."
+    if group := max((each for each in groups if len(each) > 1), key=len, default=None):
+        best = max(group, key=lambda one: learned[one])
+        take = f"At equal parameters ({sizes[best]:,}), take {best.name}: it learned most of {len(group)}, "
+        take += f"{learned[best]:.4f} nats per token."
+        losses = {one: {seed: -value for seed, value in one.learned_by_seed.items()} for one in group}
+        unclear += _unclear(f"{best.name} learned more than", best, losses)
+    forgotten = {one: one.forgotten.mean for one in learned if one.forgotten is not None}
+    forgets = "Forgets least: no variant that learned was measured on text outside the domain."
+    if forgotten:
+        least = min(forgotten, key=lambda one: forgotten[one])
+        forgets = f"Forgets least: {least.name}, {forgotten[least]:+.4f} nats per token, and it learned {learned[least]:.4f}."
+        unclear += _unclear(f"{least.name} forgot less than", least, {one: one.forgotten_by_seed for one in forgotten})
+    for one in learned:
+        known = {name: verdict(advantage) for name, advantage in one.advantages.items()}
+        names = [name for name, words in known.items() if words in ("one seed", "is not shown to beat it")]
+        unclear += [f"{one.name} beats {', '.join(names)}"] if names else []
+    too_few = f" whether {'; '.join(unclear)}." if unclear else ": nothing of the above."
+    return [take, forgets, f"Too few seeds to tell{too_few}"]
+
+
+def _unclear(claim: str, best: VariantFindings, values: Mapping[VariantFindings, Mapping[int, float]]) -> list[str]:
+    """Return a claim and the variants without proof: their 95 % interval above the best includes 0."""
+    leads = {one.name: paired(values[best], by_seed) for one, by_seed in values.items() if one is not best}
+    names = [name for name, lead in leads.items() if lead is None or verdict(lead) != "beats it"]
+    return [f"{claim} {', '.join(names)}"] if names else []
 
 
 def with_spread(numbers: Spread | None, form: str = "{:+.4f}", interval: bool = False) -> str:
@@ -51,7 +216,7 @@ def variants_table(findings: Findings) -> TextTable:
                 "variant": one.name,
                 "rate": one.rate.replace(",", ", "),
                 "seeds": str(len(one.results)),
-                "trained": short_count(one.results[0].trained_parameters),
+                "trained": f"{one.results[0].trained_parameters:,}",
                 "learned": with_spread(one.learned),
                 "forgotten": with_spread(one.forgotten),
                 "time": f"{statistics.fmean(result.seconds for result in one.results):.0f} s",
@@ -62,9 +227,9 @@ def variants_table(findings: Findings) -> TextTable:
         for control, lower in one.advantages.items():
             cell = f"{verdict(lower)}: {with_spread(lower, interval=True)}"
             rows.append({"variant": f"+{control}", "seeds": str(lower.count), "learned": cell})
+    tasks = [] if comparison.tasks is None else comparison.tasks.names
     head = ["variant", "rate", "seeds", "trained", *["learned"] * bool(comparison.domain)]
-    head += ["forgotten"] * bool(comparison.retention)
-    head += [*([] if comparison.tasks is None else comparison.tasks.names), "time", "GB"]
+    head += [*["forgotten"] * bool(comparison.retention), *tasks, "time", "GB"]
     title = "What each variant learned and forgot" + ", in nats per token" * bool(comparison.texts)
     return TextTable(title, head, [[row.get(column, "") for column in head] for row in rows])
 
@@ -108,28 +273,16 @@ def draw(findings: Findings) -> bytes:
 
 
 def plan_records(comparison: Comparison, variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Return a record per variant: size, its runs and its null controls', all tokens, and runs done."""
+    """Return a record per variant: size, its runs, how many of them are null controls', and runs done."""
     records = []
-    for variant in variants:
-        own, controls = count_runs(variant, comparison)
-        sizes = [finite_number(variant.train.get(name, default)) for name, default in _SIZES.items()]
-        known = [size for size in sizes if size is not None and size >= 0]
-        tokens = int(math.prod(known)) * window_keys(variant.train)["sequence_length"] * (own + controls)
-        runs = [run for kind in runs_of([variant], comparison) for run in kind]
-        method = "LoRA" if variant.train.get("adapters") else "the base"
-        records.append(
-            {
-                "variant": variant.name,
-                "method": method if variant.upscale is None else variant.upscale["method"],
-                "new_parameters": variant.new_parameters,
-                "trained_parameters": variant.trained_parameters,
-                "rates": [rate_name(rate) for rate in variant.rates],
-                "runs": own + controls,
-                "null_controls": controls,
-                "tokens": tokens if len(known) == len(sizes) else None,
-                "done": sum(read_result(run.folder(comparison)) is not None for run in runs),
-            }
-        )
+    for one in variants:
+        own, controls = count_runs(one, comparison)
+        _, searches, others = (results_of(runs, comparison) for runs in stages_of(comparison, [one]))
+        baseline = "LoRA" if one.train.get("adapters") else "the base"
+        record = {"variant": one.name, "method": baseline if one.upscale is None else one.upscale["method"]}
+        record |= {"new_parameters": one.new_parameters, "trained_parameters": one.trained_parameters}
+        record |= {"rates": [*map(rate_name, one.rates)], "runs": own + controls, "null_controls": controls}
+        records.append({**record, "done": len(searches) + len(others)})
     return records
 
 
@@ -139,20 +292,15 @@ def plan_table(records: Sequence[Mapping[str, Any]]) -> TextTable:
     for one in records:
         row = {**one, "rates": ", ".join(one["rates"]), "done": f"{one['done']} of {one['runs']}"}
         rows.append(["" if cell is None else f"{cell:,}" if isinstance(cell, int) else cell for cell in row.values()])
-    head = "variant,method,new parameters,trained parameters,rates,runs,of null controls,tokens,done".split(",")
+    head = "variant,method,new parameters,trained parameters,rates,runs,of null controls,done".split(",")
     return TextTable("Each rate with the first seed, the best rate with the others and with null controls", head, rows)
 
 
 def as_json(findings: Findings, report: Path) -> dict[str, Any]:
     """Return the findings as a JSON object, with all results of variants and their null controls."""
     return {
-        **asdict(findings),
+        **dataclasses.asdict(findings),
         "base_losses": findings.base.losses,
-        "reference": None if findings.reference is None else findings.reference.name,
-        "differences": {
-            name: {"learned": asdict(learned), "forgotten": forgotten and asdict(forgotten)}
-            for name, (learned, forgotten) in differences(findings).items()
-        },
         "cautions": cautions(findings),
         "advice": advice(findings),
         "report": str(report),
@@ -170,7 +318,6 @@ def write_report(root: Path, findings: Findings) -> Path:
     if has_both and importlib.util.find_spec("matplotlib") is not None:
         with atomic_write(picture) as partial:
             partial.write_bytes(draw(findings))
-    failures = [f"{name} failed: {why}" for name, why in findings.failures.items()]
-    sentences = "\n".join(f"- {each}" for each in [*cautions(findings), *failures, *advice(findings)])
+    sentences = "\n".join(f"- {each}" for each in [*cautions(findings), *advice(findings)])
     write_text(report, f"{variants_table(findings).markdown()}\n\n{sentences}\n")
     return report

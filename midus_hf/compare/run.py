@@ -1,32 +1,47 @@
-"""One run of a comparison, `python -m midus_hf.compare.run`: its result, and digests of what it reads."""
+"""The runs of a comparison, each a process `python -m midus_hf.compare.run` with a lock, and their results."""
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
 import math
 import shutil
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from midus_hf.anatomy.record import record_of
-from midus_hf.compare.plan import BASE, SHUFFLED, Comparison, Run, Variant
+from midus_hf.compare.plan import (
+    BASE,
+    SHUFFLED,
+    Comparison,
+    Rate,
+    Run,
+    Variant,
+    base_run,
+    control_variants,
+    searches_of,
+)
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.files.checkpoint_files import TOKENIZER, is_of, read_json
+from midus_hf.files.checkpoint_files import CONFIG_FILE, TOKENIZER, is_of, read_json
 from midus_hf.files.outputs import write_text
-from midus_hf.files.secrets import for_record
+from midus_hf.files.secrets import for_record, without_secrets
 from midus_hf.sources.names import saved_config
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.version import __version__
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.checkpoint_edit import shuffle
 from upscalers.runs.upscale import upscale
+
+InputHasher = Callable[[Variant], dict[str, str]]
 
 # Refused for a model without trained memories; they do not change its loss.
 _MEMORY_KEYS = ("adapters", "base_kl", "frozen", "protect", "sparse_values")
@@ -107,30 +122,26 @@ def write_result(folder: Path, result: Result) -> None:
     write_text(folder.with_name(f"{folder.name}.json"), json.dumps(dataclasses.asdict(result), indent=1))
 
 
-def window_keys(train: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a run with these training keys reads texts: tokens per window, and text and path columns."""
-    length = finite_number(train.get("sequence_length", TrainArguments.sequence_length))
-    return {
-        "sequence_length": TrainArguments.sequence_length if length is None else int(length),
+def request_of(run: Run, comparison: Comparison) -> dict[str, Any]:
+    """Return everything that a run's result depends on, as JSON and `for_record` show it."""
+    train, default = run.variant.train, TrainArguments.sequence_length
+    windows = {
+        "sequence_length": int(finite_number(train.get("sequence_length")) or default),
         "column": train.get("text_column") or "text",
         "path_column": train.get("path_column"),
     }
-
-
-def request_of(run: Run, comparison: Comparison) -> dict[str, Any]:
-    """Return everything that a run's result depends on, as JSON and `for_record` show it."""
     values = {
         "base": comparison.base,
         "upscale": run.variant.upscale,
         "train": None if run.variant.name == BASE else run.training_keys(comparison, "", Path()),
         "texts": comparison.texts,
-        "windows": window_keys(run.variant.train),
+        "windows": windows,
         "tasks": None if comparison.tasks is None else dataclasses.asdict(comparison.tasks),
     }
     return for_record(json.loads(json.dumps(values)))
 
 
-def input_hasher(comparison: Comparison) -> Callable[[Variant], dict[str, str]]:
+def input_hasher(comparison: Comparison) -> InputHasher:
     """Return a function from a variant of a plan to its digests `data` and `base`, 64 hex digits each.
 
     `data` covers the corpus, all measured texts and tasks' questions; of datasets on the Hub, only the name. Each file is read once.
@@ -138,11 +149,11 @@ def input_hasher(comparison: Comparison) -> Callable[[Variant], dict[str, str]]:
     read_text, read_base = functools.cache(hash_text), functools.cache(hash_base)
     questions = [comparison.tasks.data] if comparison.tasks is not None and comparison.tasks.data else []
 
-    def digests_for(variant: Variant) -> dict[str, str]:
+    def hash_inputs(variant: Variant) -> dict[str, str]:
         digests = map(read_text, [*variant.corpora, *comparison.texts.values(), *questions])
         return {"data": hashlib.sha256("\n".join(digests).encode()).hexdigest(), "base": read_base(comparison.base)}
 
-    return digests_for
+    return hash_inputs
 
 
 def hash_text(path: str) -> str:
@@ -150,15 +161,15 @@ def hash_text(path: str) -> str:
     folder = Path(path).expanduser()
     if not folder.exists():
         return hashlib.sha256(path.encode()).hexdigest()
-    return _hash_files(folder, [folder] if folder.is_file() else folder.rglob("*"))
+    return _hash_files(folder, folder.rglob("*") if folder.is_dir() else [folder])
 
 
 def hash_base(base: str) -> str:
     """Return the SHA-256 of a base's weights, config and tokenizer, fetched if it is on the Hub."""
     with resolve_source(base) as source:
         files = source.folder.iterdir()
-        read = [each for each in files if each.suffix == ".safetensors" or is_of(each.name, TOKENIZER)]
-        return _hash_files(source.folder, [*read, source.folder / "config.json"])
+        read = [each for each in files if each.suffix == ".safetensors" or is_of(each.name, (CONFIG_FILE, *TOKENIZER))]
+        return _hash_files(source.folder, read)
 
 
 def _hash_files(root: Path, files: Iterable[Path]) -> str:
@@ -275,16 +286,121 @@ def _measure_texts(model: str, run: Run, comparison: Comparison) -> dict[str, fl
 def _measure_tasks(model: str, comparison: Comparison) -> Mapping[str, Mapping[str, float]]:
     from accelerate.utils.memory import clear_device_cache
 
-    from midus_hf.evaluation.evaluate import EvaluationSettings, evaluate
+    from midus_hf.evaluation.evaluate import evaluate
     from midus_hf.sources.progress import quiet_libraries
 
     if comparison.tasks is None:
         return {}
     clear_device_cache(garbage_collection=True)
-    keys = dataclasses.asdict(comparison.tasks)
     with quiet_libraries():
-        (measured,) = evaluate([model], EvaluationSettings(tasks=keys.pop("names"), **keys))["models"]
+        (measured,) = evaluate([model], comparison.tasks.settings())["models"]
     return measured["tasks"]
+
+
+def mean_loss(losses: Mapping[str, float], texts: Sequence[str]) -> float:
+    """Return the mean loss of some texts, in nats per token, unweighted."""
+    return statistics.fmean(losses[name] for name in texts)
+
+
+def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate | None:
+    """Return the rate with the lowest final validation loss, the first of equals; None without results."""
+    best = min(searches, key=lambda one: sum(one.losses[name] for name in validation), default=None)
+    return None if best is None else best.rate
+
+
+def run_all(comparison: Comparison, variants: Sequence[Variant]) -> dict[str, str]:
+    """Do all runs that have no result yet, and return the reasons of failures, by name.
+
+    The base comes first; then every variant at each rate with the first seed; then the other seeds, in turn, at the chosen rates;
+    then null controls, each at its variant's rate. Runs of other processes are waited for. Raises a RequestError if the folder has a
+    result of another request.
+    """
+    hash_inputs, failures, is_waiting = input_hasher(comparison), dict[str, str](), False
+    while True:
+        check_finished(comparison, variants, hash_inputs)
+        for runs in stages_of(comparison, variants):
+            if pending := [run for run in runs if run.name not in failures and not results_of([run], comparison)]:
+                break
+        if not pending or BASE in failures:
+            return failures
+        is_free = any(_start(run, comparison, hash_inputs, failures) for run in pending)
+        if not is_free:
+            if not is_waiting:
+                print(f"waiting for runs of other processes, such as {pending[0].name}", file=sys.stderr)
+            time.sleep(1.0)
+        is_waiting = not is_free
+
+
+def _start(run: Run, comparison: Comparison, hash_inputs: InputHasher, failures: dict[str, str]) -> bool:
+    """Do a run in its own process, print how it ended, add a failure's reason; False if another has it."""
+    folder, began, outcome = run.folder(comparison), time.monotonic(), "done"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.log").open("a+", encoding="utf-8", errors="replace") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            print(f"{log.name} is not locked: its file system has no locks. Start no second process.", file=sys.stderr)
+        if read_result(folder) is not None:
+            return True
+        log.truncate(0)
+        values = {"run": dataclasses.asdict(run), "comparison": dataclasses.asdict(comparison)}
+        text = json.dumps({**values, "inputs": hash_inputs(run.variant)})
+        words = [sys.executable, "-m", "midus_hf.compare.run"]  # standard output is for the report
+        status = subprocess.run(words, input=text, stdout=log, stderr=log, text=True, check=False).returncode
+        if status:
+            log.seek(0)
+            why = without_secrets(log.read().strip().split("\n")[-1].strip()) or "it printed nothing"
+            failures[run.name] = f"{why} (status {status}; see {log.name})"
+            outcome = f"failed: {failures[run.name]}"
+    print(f"{run.name}: {outcome} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+    return True
+
+
+def stages_of(comparison: Comparison, variants: Sequence[Variant]) -> tuple[list[Run], list[Run], list[Run]]:
+    """Return the base's run, the searches of rates, and the runs after finished searches: seeds, then null controls."""
+    searches, repeats, controls = list[Run](), list[Run](), list[Run]()
+    for variant in variants:
+        own = searches_of(variant, comparison)
+        searches += own
+        if (rate := chosen_rate(results_of(own, comparison), list(comparison.validation))) is not None:
+            repeats += [Run(variant, rate, seed) for seed in comparison.seeds[1:]]
+            controls += [Run(one, rate, seed) for one in control_variants(variant, rate) for seed in comparison.seeds]
+    repeats.sort(key=lambda run: comparison.seeds.index(run.seed))
+    return [base_run(comparison)], searches, [*repeats, *controls]
+
+
+def results_of(runs: Iterable[Run], comparison: Comparison) -> list[Result]:
+    """Return the results of the runs that are done."""
+    return [result for run in runs if (result := read_result(run.folder(comparison))) is not None]
+
+
+def count_runs(variant: Variant, comparison: Comparison) -> tuple[int, int]:
+    """Return how many runs a variant takes, and how many its null controls take."""
+    controls = len(variant.controls) - (SHUFFLED in variant.controls)
+    return len(variant.rates) + len(comparison.seeds) - 1, controls * len(comparison.seeds)
+
+
+def collect(comparison: Comparison, variants: Sequence[Variant]) -> tuple[Result | None, list[Result], int]:
+    """Return the base's result, if any, those of all other runs, and the number of runs to do."""
+    base, searches, others = (results_of(runs, comparison) for runs in stages_of(comparison, variants))
+    missing = sum(sum(count_runs(variant, comparison)) for variant in variants) - len(searches) - len(others)
+    return base[0] if base else None, [*searches, *others], missing
+
+
+def check_finished(comparison: Comparison, variants: Sequence[Variant], hash_inputs: InputHasher | None) -> None:
+    """Refuse results of another request or, with `hash_inputs`, of other texts or another base."""
+    for run in (run for runs in stages_of(comparison, variants) for run in runs):
+        for result in results_of([run], comparison):
+            request, before = request_of(run, comparison), for_record(result.request)
+            digests = {} if hash_inputs is None else hash_inputs(run.variant)
+            # Requests of older versions may have more keys.
+            if {key: before.get(key) for key in request} != request or not digests.items() <= result.origin.items():
+                raise RequestError(
+                    f"{run.folder(comparison)}.json was made with another request, or from other texts or another base; expected "
+                    "the same, or another output_dir."
+                )
 
 
 if __name__ == "__main__":

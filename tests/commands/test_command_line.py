@@ -48,7 +48,7 @@ WORK = {
     "midus flops": ("upscalers.checkpoint.base_checkpoint.read_config", ["config.json"]),
     "midus cluster": ("midus_hf.topics.run.open_build", ["report", "--tree", "model"]),
     "midus look": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
-    "midus compare": ("midus_hf.compare.running.run_all", ["compare.yaml"]),
+    "midus compare": ("midus_hf.compare.run.run_all", ["compare.yaml"]),
 }
 WITH_KEYS = WITH_TRACEBACK = ("midus train", "midus sft")
 # A request of each command that takes a device, which lacks nothing but the device and the model.

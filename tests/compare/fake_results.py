@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from midus_hf.compare.findings import Findings, findings
 from midus_hf.compare.plan import Comparison, VariantOptions
+from midus_hf.compare.report import Findings, findings
 from midus_hf.compare.run import Point, Result
 
 DOMAIN, RETENTION, VALIDATION = "plants", "stars", "herbs"

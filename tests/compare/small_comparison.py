@@ -95,4 +95,5 @@ def compare_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         main(input)
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr("midus_hf.compare.running.subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr("midus_hf.compare.run.subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr("midus_hf.compare.run.code_version", str)  # which asks git in a process

@@ -6,17 +6,8 @@ import math
 import pytest
 from compare.fake_results import BASE, DOMAIN, FULL, HML, NULL, RETENTION, SOLAR, VALIDATION, comparison, found, result
 
-from midus_hf.compare.findings import (
-    Spread,
-    advice,
-    cautions,
-    chosen_rate,
-    findings,
-    loss_decreases,
-    short_count,
-    spread,
-    verdict,
-)
+from midus_hf.compare.report import Spread, advice, cautions, findings, loss_decreases, spread, verdict
+from midus_hf.compare.run import chosen_rate
 
 
 @pytest.mark.parametrize(
@@ -128,7 +119,7 @@ def test_cautions_name_the_variants_concerned(results, expected):
 def test_cautions_count_runs_that_are_not_done():
     assert cautions(found([*HML_3, *FULL_3], missing=2)) == ["Runs that are not done: 2."]
     failed = found([*HML_3, *FULL_3], missing=2, failures={"hml/0.01/seed-0": "no memory"})
-    assert cautions(failed) == ["Failed: hml/0.01/seed-0.", "Runs that are not done: 2."]
+    assert cautions(failed) == ["Failed: hml/0.01/seed-0: no memory.", "Runs that are not done: 2."]
 
 
 def seeds(variant: str, learned, forgotten=0.0, parameters=1000, **changes) -> list:
@@ -141,7 +132,7 @@ def seeds(variant: str, learned, forgotten=0.0, parameters=1000, **changes) -> l
 
 
 A, B = seeds("a", 0.5, 0.25), seeds("b", 0.25, 0.125)
-BEST_A = "At equal parameters (1k), take a: it learned most of 2, 0.5000 nats per token."
+BEST_A = "At equal parameters (1,000), take a: it learned most of 2, 0.5000 nats per token."
 LEAST_B = "Forgets least: b, +0.1250 nats per token, and it learned 0.2500."
 NO_PAIR = "At equal parameters: no two variants that learned have as many (within 10 %)."
 ONLY_A = "Forgets least: a, +0.2500 nats per token, and it learned 0.5000."
@@ -185,12 +176,3 @@ def test_advice_follows_from_the_numbers(results, expected):
 def test_advice_without_retention_texts_says_so():
     sentence = "Forgets least: no variant that learned was measured on text outside the domain."
     assert advice(found([*A, *B], variants="ab", validation={}, retention={})) == [BEST_A, sentence, ENOUGH]
-
-
-@pytest.mark.parametrize(
-    ("number", "expected"),
-    [(0, "0"), (999, "999"), (1000, "1k"), (47584, "47.6k"), (999_499, "999k"), (999_500, "1M"), (8_890_000, "8.89M")]
-    + [(999_999_999, "1B"), (1_240_000_000, "1.24B"), (70_600_000_000, "70.6B")],
-)
-def test_short_count_has_three_digits(number, expected):
-    assert short_count(number) == expected

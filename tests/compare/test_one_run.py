@@ -204,7 +204,7 @@ def test_null_controls_are_of_the_added_memory(room, tmp_path):
     for base in (tmp_path / "base", tmp_path / "other"):  # with memory; of a type that is proven in each run
         options = {"a": {"upscale": METHODS["moc"]}, "b": {"upscale": {"method": "solar"}}}
         moc, solar = SmallComparison(room, tmp_path / "out", options, base=str(base)).variants
-        assert {"memory_tokens", "chapters"} < set(moc.controls["one-row"]["options"]) and solar.controls == {}
+        assert {"memory_tokens", "chapters"} < set(moc.controls["one-row"].options) and solar.controls == {}
 
 
 # Every null control, of memories that are inserted and of one that is attached.

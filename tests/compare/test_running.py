@@ -13,16 +13,13 @@ from typing import Any
 
 import pytest
 
-from midus_hf.compare import running
+from midus_hf.compare import run as run_module
 from midus_hf.compare.plan import Comparison, Run, Variant, VariantOptions
-from midus_hf.compare.run import Point, Result, request_of, write_result
-from midus_hf.compare.running import collect, run_all
+from midus_hf.compare.run import Point, Result, collect, request_of, run_all, write_result
 from midus_hf.config.errors import RequestError
+from midus_hf.memories.controls import Change
 
-CONTROLS = {
-    "one-row": {"options": {"n": 1}, "trainable": []},
-    "shuffled-addresses": {"options": {}, "trainable": []},
-}
+CONTROLS = {"one-row": Change(options={"n": 1}), "shuffled-addresses": Change(shuffled=("values",))}
 MEMORY = {"upscale": {"method": "midus-hml", "options": {"n": 4}}, "controls": CONTROLS}
 ONE, TWO = {"learning_rate": 1e-3}, {"learning_rate": 1e-2}
 
@@ -87,7 +84,7 @@ class PretendedRuns:
 def pretended(tmp_path, monkeypatch) -> PretendedRuns:
     monkeypatch.chdir(tmp_path)
     path = PretendedRuns(tmp_path)
-    monkeypatch.setattr(running, "subprocess", SimpleNamespace(run=path.do))
+    monkeypatch.setattr(run_module, "subprocess", SimpleNamespace(run=path.do))
     monkeypatch.setattr("midus_hf.compare.run.hash_base", lambda base: f"digest of {base}")
     return path
 
@@ -219,7 +216,7 @@ def test_same_command_takes_only_runs_that_no_other_has_taken(pretended, monkeyp
         if len(waits) == 2:
             other.close()
 
-    monkeypatch.setattr(running.time, "sleep", sleep)
+    monkeypatch.setattr(run_module.time, "sleep", sleep)
     assert pretended.run([variant("a"), variant("b")], seeds=[0, 1]) == {}
     # The second seeds wait, since the rate of `a` is not chosen yet.
     assert waits == [["base", "b/0.001/seed-0"], []]
@@ -242,7 +239,7 @@ def test_process_of_a_run_writes_to_the_log_and_keeps_its_lock(tmp_path, monkeyp
         time.sleep(0.01)
     os.kill(killed, 9)
     os.waitpid(killed, 0)
-    monkeypatch.setattr(running.time, "sleep", lambda seconds: (ended.touch(), os.sched_yield()))
+    monkeypatch.setattr(run_module.time, "sleep", lambda seconds: (ended.touch(), os.sched_yield()))
     assert run_all(one, []) == {"base": f"printed (status 3; see {log})"}
     printed = capfd.readouterr()
     assert printed.out == "" and "waiting for runs of other processes, such as base" in printed.err

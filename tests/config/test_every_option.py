@@ -114,6 +114,6 @@ def test_number_below_its_minimum_is_refused(options):
             (0, 1, "above 0") if least is None else (least - 1, least, "1|one" if least == 1 else str(least))
         )
         said, other = (refusal_of(options, {name: value}) for value in (below, taken))
-        pattern = rf"(\w+ is [^;]+ and |tasks\.)?{name} (is )?{below}(\.0)?( and [^;]+)?; expected [^\n]*\b({bound})\b[^\n]*\.$"
+        pattern = rf"(\w+ is [^;]+ and |tasks: )?{name} (is )?{below}(\.0)?( and [^;]+)?; expected [^\n]*\b({bound})\b[^\n]*\.$"
         assert re.match(pattern, said), (name, said)
         assert other.partition("; ")[2] != said.partition("; ")[2], (name, said)

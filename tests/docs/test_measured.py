@@ -10,9 +10,9 @@ import pytest
 from tiny import json_rows
 
 from experiments.curve import table_rows
-from midus_hf.compare.findings import chosen_rate, paired, spread
 from midus_hf.compare.plan import Comparison, rate_name
-from midus_hf.compare.run import Result, read_result
+from midus_hf.compare.report import paired, spread
+from midus_hf.compare.run import Result, chosen_rate, read_result
 from midus_hf.config.yaml_options import options_from_files
 
 ROOT = Path(__file__).parents[2]
