@@ -84,13 +84,13 @@ NEAREST = {
     "midus_hf/training/row_adamw.py": "tests/training/test_sparse_values.py",
     "midus_hf/training/output.py": "tests/training/test_run.py tests/training/test_refusals.py "
     "tests/training/checkpoints/test_interruption.py tests/training/test_output.py",
-    "midus_hf/training/parallel.py": "tests/training/parallel/test_sharded.py",
     "midus_hf/training/protection.py": "tests/training/test_protection.py",
     "midus_hf/training/run.py": "tests/training/test_run.py tests/training/test_refusals.py "
     "tests/training/test_protection.py tests/training/test_output.py",
     "midus_hf/training/sft.py": "tests/sft",
     "midus_hf/training/sft_rows.py": "tests/sft",
     "midus_hf/training/trainer.py": "tests/training/test_run.py tests/training/test_not_finite.py tests/training/test_blocks.py "
+    "tests/training/parallel/test_sharded.py "
     "tests/training/checkpoints/test_whole_checkpoints.py tests/training/test_sparse_values.py",
     "upscalers/edits": "tests/upscalers/edits",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",

@@ -111,12 +111,6 @@ def record_entry(config: Any) -> Any:
     return entry if isinstance(entry, Mapping) else {}
 
 
-def recorded_base_sha256(config: Any) -> str | None:
-    """Return the digest of the base's weights that a config of transformers has; None if there is none."""
-    digest = record_entry(config).get("base_sha256")
-    return digest if isinstance(digest, str) else None
-
-
 def base_layers(config: Any) -> dict[int, int]:
     """Return `UpscaleRecord.base_layers` of a config of transformers; empty without a record."""
     plan = record_entry(config).get("plan") or ()

@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ class Source:
         self.definitions: dict[str, str] = {}
         self._calls: list[str] = []  # the source of each call at the top level
         # Why no definition can be copied: a statement without a name. Else empty.
-        self._refusal = ""
+        self.refusal = ""
         text = imported.__loader__.get_source(imported.__name__) or ""
         self._lines = text.splitlines(keepends=True)
         body: list[ast.stmt] = []
@@ -81,7 +81,7 @@ class Source:
             elif not isinstance(statement, ast.Expr):
                 names = defined(statement)
                 if not names or not self.definitions.keys().isdisjoint(names):
-                    self._refusal = self._refusal or (
+                    self.refusal = self.refusal or (
                         f"{imported.__name__} has {ast.unparse(statement).splitlines()[0]!r} in line {statement.lineno}, which is "
                         "neither an import, nor a call, nor the only definition of a name; expected only these at the top level of "
                         "a module that a checkpoint's code is made from. Put it into a function."
@@ -89,12 +89,6 @@ class Source:
                 self.definitions |= dict.fromkeys(names, _MARKS.sub("", self._text(statement, following)))
             elif isinstance(statement.value, ast.Call):
                 self._calls.append(self._text(statement))
-
-    def definition(self, name: str) -> str:
-        """Return the source of a definition; raise `RequestError` if statements here cannot be copied."""
-        if self._refusal:
-            raise RequestError(self._refusal)
-        return self.definitions[name]
 
     def calls_of(self, name: str) -> list[str]:
         """Return the calls at the top level that use a definition, such as those that register it."""
@@ -202,37 +196,36 @@ class Closure:
     """
 
     def __init__(self, roots: Iterable[Name], packages: Collection[str], stand_ins: Mapping[str, Name]):
-        self._packages, self._stand_ins = packages, stand_ins
-        self._sources: dict[str, Source] = {}
+        self._stand_ins = stand_ins
+        self._source = cache(partial(Source, packages=packages))
         self._kept: dict[Name, str] = {}
         pending = list(roots)
         while pending:
             name = pending.pop()
             if name not in self._kept:
                 source = self._source(name.module)
-                self._kept[name] = source.definition(name.name)
+                if source.refusal:
+                    raise RequestError(source.refusal)
+                self._kept[name] = source.definitions[name.name]
                 for text in (self._kept[name], *source.calls_of(name.name)):
                     pending += filter(None, (self._resolved(name.module, each) for each in sorted(names_read(text))))
-        defined: dict[str, Name] = {}
-        for name in sorted(self._kept):
-            self._define(defined, name.name, name)
         # Other names under which definitions are imported, by module.
         self._aliases: dict[str, dict[str, str]] = {}
+        named = [(name.name, name) for name in sorted(self._kept)]
         for name, text in sorted(self._kept.items()):
             for called in sorted(names_read(text) & self._source(name.module).imports.keys()):
                 meant = self._resolved(name.module, called)
                 if meant is not None and meant.name != called:
-                    self._define(defined, called, meant)
+                    named.append((called, meant))
                     self._aliases.setdefault(name.module, {})[called] = meant.name
-
-    @staticmethod
-    def _define(defined: dict[str, Name], called: str, name: Name) -> None:
-        other = defined.setdefault(called, name)
-        if other != name:
-            raise RequestError(
-                f"{other.module} and {name.module} both define {called}, and the code of a checkpoint needs both; expected one "
-                "definition of a name. Rename one of them."
-            )
+        defined: dict[str, Name] = {}
+        for called, name in named:
+            other = defined.setdefault(called, name)
+            if other != name:
+                raise RequestError(
+                    f"{other.module} and {name.module} both define {called}, and the code of a checkpoint needs both; expected one "
+                    "definition of a name. Rename one of them."
+                )
 
     def text(self) -> str:
         """Return the source of the module: imports, then definitions after those that they import."""
@@ -262,7 +255,12 @@ class Closure:
                 imports.setdefault(library, set()).add(called if called == name else f"{called} as {name}")
             texts = [f"{called} = {meant}\n" for called, meant in self._aliases.get(module, {}).items()] + texts
             if texts:
-                sections.append(f"# {module}\n{_listed(texts)}")
+                section, before_is_constant = "", False  # empty lines as ruff formats them
+                for text in texts:
+                    is_constant = not re.search(r"^(@|def |class )", text, flags=re.MULTILINE)
+                    section += ("" if not section or (is_constant and before_is_constant) else "\n\n") + text
+                    before_is_constant = is_constant
+                sections.append(f"# {module}\n{section}")
         lines = [f"import {name}" for name in sorted(imports.pop("", ()))]
         for library, listed in sorted(imports.items()):
             line = f"from {library} import {', '.join(sorted(listed))}"
@@ -272,11 +270,6 @@ class Closure:
                 )
             lines.append(line)
         return "\n".join(lines) + "\n\n\n" + "\n\n".join(sections)
-
-    def _source(self, module: str) -> Source:
-        if module not in self._sources:
-            self._sources[module] = Source(module, self._packages)
-        return self._sources[module]
 
     def _resolved(self, module: str, name: str) -> Name | None:
         """Return the definition that a name refers to in a module; None for names of libraries."""
@@ -295,13 +288,3 @@ class Closure:
                 "package.module import name."
             )
         return resolved
-
-
-def _listed(texts: Iterable[str]) -> str:
-    """Return definitions in order, with empty lines as ruff formats them."""
-    listed, before_is_constant = "", False
-    for text in texts:
-        is_constant = not re.search(r"^(@|def |class )", text, flags=re.MULTILINE)
-        listed += ("" if not listed or (is_constant and before_is_constant) else "\n\n") + text
-        before_is_constant = is_constant
-    return listed

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from midus_hf.config.errors import RequestError, install_extra, traceback_places
+from midus_hf.config.errors import RequestError, install_extra, is_main_process, traceback_places
 from midus_hf.config.plugins import plugin_packages
 from midus_hf.files.outputs import as_disk_error
 from midus_hf.files.secrets import without_secrets
@@ -182,11 +182,6 @@ def _lasting_output() -> Iterator[list[str]]:
     finally:
         sys.stdout.flush()
         sys.stdout, sys.stderr = before
-
-
-def is_main_process() -> bool:
-    """Return whether this process prints: rank 0 by the launcher's `RANK`, known before torch is set up."""
-    return int(os.environ.get("RANK", 0)) == 0
 
 
 @contextlib.contextmanager

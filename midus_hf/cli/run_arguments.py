@@ -17,8 +17,7 @@ from typing import Any
 from transformers import HfArgumentParser
 
 from midus_hf.anatomy.record import UpscaleRecord, record_of
-from midus_hf.cli.command_line import is_main_process
-from midus_hf.config.errors import RequestError, print_note
+from midus_hf.config.errors import RequestError, is_main_process, print_note
 from midus_hf.config.options import alternatives_of
 from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
 from midus_hf.sources.names import saved_config

@@ -5,8 +5,8 @@ from functools import partial
 from typing import Annotated
 
 from midus_hf.cli.command_line import WRONG_REQUEST, CommandExit, argument, command_line, run_command
-from midus_hf.cli.train import HELP, WITH_FLAGS, asks_for_all_keys, print_keys, train_in_group
-from midus_hf.config.errors import install_extra
+from midus_hf.cli.train import HELP, WITH_FLAGS, print_keys, train_in_group
+from midus_hf.config.errors import install_extra, print_note
 
 _NEEDED = ("datasets", "peft", "trl")
 
@@ -35,10 +35,11 @@ def midus_sft(
         raise CommandExit(
             WRONG_REQUEST, f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}."
         )
-    asks = asks_for_all_keys(words)
+    if "--help=all" in words:
+        print_note("reading the Trainer's keys ...")  # takes seconds
     from midus_hf.training.sft import SftArguments, finetune
 
-    if asks:
+    if "--help=all" in words:
         print_keys(SftArguments, midus_sft)
     else:
         train_in_group(words, SftArguments, finetune)

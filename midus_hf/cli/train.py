@@ -16,10 +16,9 @@ from midus_hf.cli.command_line import (
     CommandExit,
     argument,
     command_line,
-    is_main_process,
     run_command,
 )
-from midus_hf.config.errors import RequestError, first_line, is_first_to, print_note, shared_store
+from midus_hf.config.errors import RequestError, first_line, is_first_to, is_main_process, print_note, shared_store
 from midus_hf.files.outputs import as_disk_error
 
 # For a command that passes its flags on to the parser of its keys.
@@ -49,23 +48,16 @@ def midus_train(
 
         print_keys(TrainKeys, midus_train, "transformers.TrainingArguments")
         return
-    asks = asks_for_all_keys(words)
+    if "--help=all" in words:
+        print_note("reading the Trainer's keys ...")  # takes seconds
     from midus_hf.training.arguments import TrainArguments
 
-    if asks:
+    if "--help=all" in words:
         print_keys(TrainArguments, midus_train)
     else:
         from midus_hf.training.run import run_training
 
         train_in_group(words, TrainArguments, run_training)
-
-
-def asks_for_all_keys(words: Sequence[str]) -> bool:
-    """Return whether --help=all is given; print a note, as importing the Trainer's keys takes seconds."""
-    asks = "--help=all" in words
-    if asks and "transformers.training_args" not in sys.modules:
-        print_note("reading the Trainer's keys ...")
-    return asks
 
 
 def print_keys(keys_class: Any, command: Any, others: str = "") -> None:
@@ -99,8 +91,8 @@ def train_in_group(words: Sequence[str], arguments_class: Any, run: Callable[[An
 def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]) -> CommandExit | None:
     from midus_hf.cli.run_arguments import read_arguments
     from midus_hf.sources.names import check_sources
-    from midus_hf.training.callbacks import RunInterrupted
     from midus_hf.training.output import PartialSaveError
+    from midus_hf.training.run import RunInterrupted
     from midus_hf.training.trainer import NotFiniteError
 
     try:

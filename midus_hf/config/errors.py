@@ -101,8 +101,13 @@ def no_column(label: str, column: str, columns: Sequence[str]) -> str:
 
 def print_note(line: str, event: str | None = None) -> None:
     """Print a line on standard error, in the first process of a run, or the first to come to an event."""
-    if int(os.environ.get("RANK", 0)) == 0 if event is None else is_first_to(event):
+    if is_main_process() if event is None else is_first_to(event):
         print(line, file=sys.stderr, flush=True)
+
+
+def is_main_process() -> bool:
+    """Return whether this process prints: rank 0 by the launcher's `RANK`, known before torch is set up."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def is_first_to(event: str) -> bool:

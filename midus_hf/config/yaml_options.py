@@ -33,13 +33,6 @@ class _Reader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:  # or a text named no would be named False
-                key.tag = _STR
-        return node
-
 
 class _Writer(yaml.SafeDumper):
     """Writer of YAML that quotes text which a reader of YAML 1.1 or 1.2 would take for something else."""
@@ -128,7 +121,7 @@ def read_yaml(text: str, subject: str) -> Any:
         if document is None:
             return None
         # This must come before construction, because construction copies keys of merged mappings (`<<`) into other mappings.
-        _refuse_keys_given_twice(reader, document, subject, set())
+        _read_keys(document, subject, set())
         return reader.construct_document(document)
     except RequestError:
         raise
@@ -157,7 +150,8 @@ def _fault(error: Exception) -> str:
     return f"{', '.join(filter(None, (error.context, error.problem)))} in line {error.problem_mark.line + 1}"
 
 
-def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, subject: str, seen: set[int]) -> None:
+def _read_keys(node: yaml.Node, subject: str, seen: set[int]) -> None:
+    """Make text of all keys, as a text named no would be named False, and refuse keys given twice."""
     if id(node) in seen or not isinstance(node, yaml.CollectionNode):
         return
     seen.add(id(node))  # an alias refers to the same node again
@@ -165,11 +159,10 @@ def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, subject: 
     for child in node.value:
         key_node, value_node = child if isinstance(node, yaml.MappingNode) else (None, child)
         if isinstance(key_node, yaml.ScalarNode) and key_node.tag != _MERGE:
-            key = reader.construct_object(key_node)
-            line = key_node.start_mark.line + 1
+            key_node.tag, key, line = _STR, key_node.value, key_node.start_mark.line + 1
             if key in lines:
                 raise RequestError(
                     f"{subject} has {key!r} twice, in lines {lines[key]} and {line}; expected each key once. Leave one out."
                 )
             lines[key] = line
-        _refuse_keys_given_twice(reader, value_node, subject, seen)
+        _read_keys(value_node, subject, seen)

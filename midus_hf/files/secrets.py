@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,17 @@ def names_secret(key: object) -> bool:
     return bool(_SECRET.fullmatch(name)) and not _NO_SECRET.fullmatch(name)
 
 
-def without_secrets(value: Any, is_secret: bool = False) -> Any:
+def without_secrets(value: Any, is_secret: bool = False, homes: Sequence[str] = ()) -> Any:
     """Return a value with `<hidden>` in place of each secret, at any depth of mappings and lists.
 
     Secrets are strings under a key that `names_secret`; and within any string, tokens of the Hub (`hf_...`), the user and password of
     an address (`https://USER:PASSWORD@HOST`), and what follows such a key in `key=value` or in a mapping. Numbers, booleans and null
-    are not secrets. `is_secret`: whether the value is one as a whole. Default: False.
+    are not secrets. `is_secret`: whether the value is one as a whole. Default: False. Folders `homes` are written as `~`.
     """
     if isinstance(value, Mapping):
-        return {key: without_secrets(inner, is_secret or names_secret(key)) for key, inner in value.items()}
+        return {key: without_secrets(inner, is_secret or names_secret(key), homes) for key, inner in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(without_secrets(inner, is_secret) for inner in value)
+        return type(value)(without_secrets(inner, is_secret, homes) for inner in value)
     if type(value) is not str:
         return value  # enumerations are strings too
     if is_secret and value:
@@ -54,6 +54,8 @@ def without_secrets(value: Any, is_secret: bool = False) -> Any:
     text = _LOGIN.sub(HIDDEN, _HUB_TOKEN.sub(HIDDEN, value))
     for pair in _PAIRS:
         text = pair.sub(_hidden_pair, text)
+    for home in homes:
+        text = re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=/|$)", "~", text)
     return text
 
 
@@ -68,15 +70,4 @@ def for_record(value: Any) -> Any:
     """Return a value for shared files: without secrets, home paths as `~/...`."""
     home = Path("~").expanduser()  # as it is named and as it is resolved
     homes = {str(path) for path in (home, Path(os.path.realpath(home))) if len(path.parts) > 1}
-    return _below_home(without_secrets(value), sorted(homes, reverse=True))
-
-
-def _below_home(value: Any, homes: list[str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _below_home(inner, homes) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_below_home(inner, homes) for inner in value)
-    if type(value) is str:
-        for home in homes:
-            value = re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=/|$)", "~", value)
-    return value
+    return without_secrets(value, homes=sorted(homes, reverse=True))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
-from midus_hf.anatomy.record import recorded_base_sha256
+from midus_hf.anatomy.record import record_entry
 from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes, Role
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import read_options
@@ -251,7 +251,8 @@ def memories_of(config: Any) -> Memories:
     classes, for which `isinstance` tests in the model's code fail.
     """
     config = config.get_text_config()
-    return read_memories(config.memory, ModelSizes.from_config(config), recorded_base_sha256(config))
+    digest = record_entry(config).get("base_sha256")
+    return read_memories(config.memory, ModelSizes.from_config(config), digest if isinstance(digest, str) else None)
 
 
 def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> Memories:

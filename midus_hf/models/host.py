@@ -237,7 +237,8 @@ class HostMixin:
             module.reset_parameters()
         elif not isinstance(module, MemoryBlock):  # which dropped tensors that some families fill (Gemma 4)
             super()._init_weights(module)
-            scale_initial(module)
+            if hasattr(module, "initial_scale"):
+                scale_initial(module)
 
 
 class MemoryModel(HostMixin, HostStack):

@@ -1,23 +1,40 @@
 """Mixins for models over a stack that hosts memory: language models, task heads, and composite models."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoModel, Cache
+from transformers import AutoModel, Cache, PreTrainedModel
 from transformers.modeling_outputs import (
     MoeCausalLMOutputWithPast,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutputWithPast,
 )
+from transformers.models.auto import modeling_auto
 
+from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.hosting.parts import Keywords
 from midus_hf.memories.hosting.service import HostStack
-from midus_hf.models.families import list_model
 from midus_hf.models.host import CodeMixin, HostMixin
 
 _IGNORED_LABEL = -100
+
+
+def list_model(model_class: type[PreTrainedModel]) -> None:
+    """List a class in Transformers' tables of models, which Trainer, pipelines and servers read."""
+    own_type = model_class.config_class.model_type
+    family_type = own_type.removeprefix(MEMORY_PREFIX)
+    names = {parent.__name__ for parent in inspect.getmro(model_class)[1:]}
+    family_tables = [
+        table
+        for name, table in vars(modeling_auto).items()
+        if name.endswith("_MAPPING_NAMES") and table.get(family_type) in names
+    ]
+    language_tables = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,) if model_class.can_generate() else ()
+    for table in (*language_tables, *family_tables):
+        table.setdefault(own_type, model_class.__name__)
 
 
 class MemoryForCausalLM(HostMixin):

@@ -16,8 +16,7 @@ from transformers import (
 )
 
 from midus_hf.config.errors import RequestError, as_request_error
-from midus_hf.files.checkpoint_files import ADAPTERS, CONFIG, WEIGHTS, refuse_lfs_pointers
-from midus_hf.memories.bank import bank_patterns
+from midus_hf.files.checkpoint_files import ADAPTERS, BANKS_FOLDER, CONFIG, GLOSSARY_FILE, WEIGHTS, refuse_lfs_pointers
 from midus_hf.sources.names import check_dtype, usable_device
 from midus_hf.sources.progress import limit_bars
 from midus_hf.sources.tokenizers import load_tokenizer, without_suffix_tokens
@@ -27,7 +26,7 @@ def load_model(
     name: str, dtype: str = "auto", trust_remote_code: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a language model, and return it with the sorted names of the tensors that its checkpoint lacks."""
-    refuse_lfs_pointers(Path(name), CONFIG, WEIGHTS, ADAPTERS, bank_patterns())
+    refuse_lfs_pointers(Path(name), CONFIG, WEIGHTS, ADAPTERS, (GLOSSARY_FILE, f"{BANKS_FOLDER}/*/*"))
     file_options = {key: options[key] for key in _DOWNLOAD_OPTIONS if key in options}
     config = options.get("config") or AutoConfig.from_pretrained(
         name, trust_remote_code=trust_remote_code, **file_options

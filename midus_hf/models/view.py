@@ -95,16 +95,9 @@ class ModelView:
         self.layers: nn.ModuleList = self.decoder.layers
         #: What `upscale` recorded in the config; None for another model.
         self.recorded = record_of(model.config)
-
-    @property
-    def record(self) -> UpscaleRecord:
-        """What `upscale` recorded in the config; empty for another model."""
-        return self.recorded or UpscaleRecord()
-
-    @property
-    def banks(self) -> Banks | None:
-        """Banks that memories fetch blocks from; None if none does."""
-        return getattr(self.model, "banks", None)
+        self.record = self.recorded or UpscaleRecord()
+        #: Banks that memories fetch blocks from; None if none does.
+        self.banks: Banks | None = getattr(model, "banks", None)
 
     @property
     def adds_bank(self) -> bool:

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import logging
-import os
 import sys
 import time
 import warnings
@@ -11,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+from midus_hf.config.errors import is_main_process
 
 _SECONDS_PER_LINE = 60.0  # between two lines of progress where standard error is no terminal
 _UP = "\x1b[A"  # moves the cursor of a terminal up
@@ -58,9 +59,8 @@ class _BarLines(io.TextIOBase):
 
 def show_progress(iterable: Iterable[Any] | None = None, **settings: Any) -> tqdm:
     """Return a bar of tqdm in the first process of a run, without a terminal a line each minute."""
-    is_first = int(os.environ.get("RANK", 0)) == 0
     stream = sys.stderr if sys.stderr.isatty() else _BarLines(sys.stderr, keeps_text=False)
-    return tqdm(iterable, file=stream, disable=not is_first, **settings)
+    return tqdm(iterable, file=stream, disable=not is_main_process(), **settings)
 
 
 def limit_bars() -> contextlib.AbstractContextManager[Any]:

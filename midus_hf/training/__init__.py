@@ -9,11 +9,10 @@ from typing import Any
 _NAMES = {
     "adapters": ("lora_config",),
     "arguments": ("MemoryArguments", "TrainArguments"),
-    "callbacks": ("RunInterrupted",),
     "checkpoints": ("load_checkpoint",),
     "keys": ("Rates",),
     "optim": ("TrainableReport", "group_schedules", "parameter_groups", "set_trainable"),
-    "run": ("TrainResult", "TrainingError", "run_training"),
+    "run": ("RunInterrupted", "TrainResult", "TrainingError", "run_training"),
     "trainer": ("MemoryTrainer", "MemoryTrainerMixin"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

@@ -15,7 +15,6 @@ from midus_hf.config.errors import RequestError
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.models.view import ModelView, has_adapters, switched_off
-from midus_hf.training.parallel import shares_parameters
 
 _TOKENS_AT_A_TIME = 256
 
@@ -54,7 +53,7 @@ def _divergence_at(logits: Any, base_logits: Any, labels: Any, row: Any, positio
 def check_base_divergence(trainer: Any) -> None:
     """Refuse a Trainer's model unless it computes as its base when all that trains is switched off."""
     model, view, reason = trainer.model, ModelView(trainer.model), ""
-    is_shared = trainer.is_deepspeed_enabled or shares_parameters(trainer)
+    is_shared = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     if model.get_output_embeddings() is None:
         reason = "the model has no language model's head; expected a causal language model."
     elif is_shared or getattr(trainer.accelerator, "parallelism_config", None):

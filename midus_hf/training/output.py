@@ -32,7 +32,6 @@ from midus_hf.files.secrets import for_record
 from midus_hf.models.view import has_adapters
 from midus_hf.training.checkpoints import resume_hint, resumed_checkpoint
 from midus_hf.training.optim import restore_dtypes, whole_numel
-from midus_hf.training.parallel import shares_parameters
 
 # Keys that may change when a run is resumed, because they do not change what is computed.
 _FREE = re.compile(
@@ -172,7 +171,7 @@ def save_model(
         A phrase about each file other than weights that could not be written.
     """
     model, is_main = trainer.model, arguments.process_index == 0
-    if shares_parameters(trainer):
+    if trainer.shares_parameters:
         trainer.saved_dtypes = dtypes
     else:
         restore_dtypes(model, dtypes)

@@ -1,28 +1,41 @@
-"""One run from start to end: reading, loading, training and saving, in this order."""
+"""One run from start to end: reading, loading, training and saving; its progress, and interruptions."""
 
+import contextlib
 import copy
 import dataclasses
 import math
+import os
 import resource
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    set_seed,
+)
 from transformers.integrations import integration_utils
+from transformers.trainer_utils import has_length
 
-from midus_hf.config.errors import RequestError, as_request_error, first_line
+from midus_hf.config.errors import RequestError, as_request_error, first_line, is_main_process, print_note
 from midus_hf.data.packing import collate
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.models.view import ModelView
 from midus_hf.sources.names import answer_of_hub
-from midus_hf.sources.progress import limit_bars, without_library_bars
+from midus_hf.sources.progress import limit_bars, show_progress, without_library_bars
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
-from midus_hf.training.callbacks import GracefulStop, RunInterrupted, RunReport
 from midus_hf.training.checkpoints import resume_hint
 from midus_hf.training.inputs import (
     RunTexts,
@@ -44,10 +57,16 @@ from midus_hf.training.output import (
     saving_to,
     upload_model,
 )
-from midus_hf.training.parallel import check_checkpoint
 from midus_hf.training.protection import Protection
-from midus_hf.training.trainer import MemoryTrainer
+from midus_hf.training.trainer import MemoryTrainer, check_checkpoint
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Seconds in which signals count as one, since launchers repeat a signal that the terminal already sent.
+_SECONDS_OF_ONE_REQUEST = 1.0
+# With fewer steps there is a warning, which recommends `ENOUGH_STEPS`.
+_FEW_STEPS = 30
+# Steps of as many seconds are compared with their processor time; a quiet machine gives a run of several threads more than one core.
+_SECONDS_COMPARED, _SECONDS_PER_PROCESSOR_SECOND = 10.0, 1.5
 _CHOSEN_DTYPE = {
     True: "this device computes bfloat16: the run computes in it, with trained parameters in float32; set bf16 to choose",
     False: "this device does not compute bfloat16: the run computes in float32; set bf16 to choose",
@@ -239,3 +258,146 @@ def _interruption_message(trainer: Any, output: Path) -> str:
     if trainer.args.save_only_model:
         way = f"{saved} has only the trained parameters, by save_only_model, and no run can continue from it"
     return f"interrupted after step {step:,}; {way}"
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """Error of a run that was interrupted after saving a checkpoint; the message says how to resume."""
+
+    def __init__(self, message: str, signal_number: int):
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
+class RunReport(TrainerCallback):
+    """Prints what a run reads, its steps, whether they are few, and, without bars, a line each minute.
+
+    The number of sequences is None for a stream; its place in the run is that of its steps, also after a resumption. A note says
+    once that other programs use the cores, so that threads wait for each other; a process with one thread, or that waits for a GPU
+    or other processes, is excluded.
+    """
+
+    _is_noted = False
+    _began = (0.0, 0.0)  # a step: the time, and the processor time of all threads
+    _seconds = _processor_seconds = 0.0
+
+    def __init__(self, reads: str, num_sequences: int | None):
+        self.reads, self.num_sequences = reads, num_sequences
+        self._training: Any = None
+        self._evaluation: Any = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        steps = state.max_steps
+        if args.process_index == 0:
+            if self.num_sequences is None:
+                how_often = f"{steps * args.sequences_per_step:,} sequences"
+            else:
+                # The last step of an epoch may read fewer sequences than the others.
+                batch, count = args.train_batch_size * args.world_size, self.num_sequences
+                batches = max(1, count // batch if args.dataloader_drop_last else math.ceil(count / batch))
+                of_epoch = min(batches * batch, count)
+                epochs, others = divmod(steps, math.ceil(batches / args.gradient_accumulation_steps))
+                times = (epochs * of_epoch + min(others * args.sequences_per_step, of_epoch)) / count
+                often = "once" if times == 1 else f"{times:.3g} times"
+                how_often = f"{often} each" if times >= 1 else f"{times:.0%} of the sequences"
+            print(f"{self.reads}; {steps:,} step{'s' * (steps != 1)} ({how_often})", flush=True)
+            if steps < _FEW_STEPS:
+                remedy = "raise max_steps"
+                if args.max_steps <= 0:
+                    epochs = math.ceil(ENOUGH_STEPS * args.num_train_epochs / steps)
+                    remedy = f"num_train_epochs={epochs} takes at least {ENOUGH_STEPS}"
+                print_note(
+                    f"{steps} step{'s are' if steps != 1 else ' is'} few, in which a model learns little: {remedy}"
+                )
+        if args.disable_tqdm and not sys.stderr.isatty():  # else the Trainer has bars
+            self._training = show_progress(
+                desc="training", unit=" steps", total=steps, initial=state.global_step, leave=False
+            )
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._began = time.monotonic(), time.process_time()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.num_sequences is None:  # the Trainer counts from where it began to read
+            state.epoch = state.global_step / state.max_steps
+        if self._training is not None:
+            self._training.update()
+        threads = torch.get_num_threads()
+        if self._is_noted or threads == 1 or args.world_size > 1 or args.device.type != "cpu":
+            return
+        self._seconds += time.monotonic() - self._began[0]
+        self._processor_seconds += time.process_time() - self._began[1]
+        if self._seconds < _SECONDS_COMPARED:
+            return
+        if self._seconds > _SECONDS_PER_PROCESSOR_SECOND * self._processor_seconds:
+            self._is_noted = True
+            print_note(
+                f"steps took {self._seconds:.0f} s, and {threads} threads got {self._processor_seconds:.0f} s of processor time: "
+                "other programs use the cores, and threads wait for each other. With OMP_NUM_THREADS=1 none waits"
+            )
+        self._seconds = self._processor_seconds = 0.0
+
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **_: Any
+    ) -> None:
+        if self._training is None:
+            return
+        if self._evaluation is None:
+            total = len(eval_dataloader) if has_length(eval_dataloader) else None
+            self._evaluation = show_progress(desc="evaluating", unit=" batches", leave=False, total=total)
+        self._evaluation.update()
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._evaluation = None
+
+
+class GracefulStop(TrainerCallback):
+    """Callback that ends training, with a checkpoint, after the step in which SIGINT or SIGTERM arrives.
+
+    All processes end in the same step: `largest` returns the maximum over processes. A signal during the last step has no effect; a
+    second one acts at once. It also logs where a run saves or measures, and in the last step: a logged loss is the mean since the
+    previous event, so a resumed run logs the losses of an uninterrupted one.
+    """
+
+    def __init__(self, largest: Callable[[int], int]):
+        self.largest = largest
+        self.signal_number = 0  # for which all processes have stopped; 0 if there was none
+        self._noted, self._noted_at = 0, 0.0
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            # A signal that the process ignores, as under nohup, stays ignored.
+            handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._handlers = {number: signal.signal(number, self._note) for number in handled}
+
+    def release(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    __exit__ = release
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        noted = self.largest(self._noted)
+        if noted and state.global_step < state.max_steps and not control.should_training_stop:
+            self.signal_number = noted
+            control.should_training_stop = control.should_save = True
+        if control.should_save or control.should_evaluate or 0 < state.max_steps <= state.global_step:
+            control.should_log = True
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.signal_number:  # training that stops ends the epoch, which would measure all held-out texts first
+            control.should_evaluate = control.should_save = False
+        if control.should_save or control.should_evaluate:
+            control.should_log = True
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._noted:
+            self._noted, self._noted_at = number, time.monotonic()
+            if is_main_process():
+                # print is unsafe here: the signal may have interrupted another print.
+                with contextlib.suppress(OSError):  # the reader may be gone
+                    os.write(2, b"\nStopping after this step, with a checkpoint; interrupt again to stop at once.\n")
+        elif time.monotonic() - self._noted_at > _SECONDS_OF_ONE_REQUEST:
+            self.release()
+            signal.raise_signal(number)

@@ -1,8 +1,10 @@
-"""Transformers' Trainer for memories: groups, rates, checkpoints of what trains, and finite numbers."""
+"""Transformers' Trainer for memories: groups, rates, checkpoints, finite numbers, FSDP and DeepSpeed."""
 
 import contextlib
+import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
+from transformers.utils import CONFIG_NAME
 
-from midus_hf.config.errors import RequestError
+from midus_hf.config.errors import RequestError, print_note
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.evaluation.text_rows import row_sums
@@ -27,6 +30,7 @@ from midus_hf.training.base_divergence import base_logits, check_base_divergence
 from midus_hf.training.checkpoints import (
     checkpoints_in,
     finish_checkpoint,
+    has_optimizer_state,
     load_checkpoint,
     remove_checkpoint,
     resumed_checkpoint,
@@ -36,13 +40,6 @@ from midus_hf.training.checkpoints import (
 from midus_hf.training.inputs import Digests
 from midus_hf.training.keys import Rates
 from midus_hf.training.optim import group_schedules, parameter_groups
-from midus_hf.training.parallel import (
-    check_checkpoint,
-    dtype_of_deepspeed,
-    prepare_sharing,
-    save_gathered,
-    shares_parameters,
-)
 from midus_hf.training.row_adamw import RowAdamW, check_sparse_values, clip_rows, row_gradients
 
 if TYPE_CHECKING:  # mixins call the methods of the Trainer that they are mixed into
@@ -121,6 +118,13 @@ class MemoryTrainerMixin(AnyTrainer):
             self.args.ignore_data_skip = True  # the stream resumes itself
         self._is_checkpointing = False
         self.inputs: Digests = {}
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether each process holds only shards, by FSDP, or by ZeRO-3 once it has the model."""
+        if self.is_deepspeed_enabled:
+            return _is_zero_3(self) and getattr(self, "deepspeed", None) is not None
+        return self.is_fsdp_enabled
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does; true resumes from the latest complete checkpoint, not damaged ones.
@@ -274,10 +278,10 @@ class MemoryTrainerMixin(AnyTrainer):
             assert isinstance(self.model, nn.Module) and output_dir is not None
             if self.is_fsdp_enabled:  # which writes shards of the model and of the optimizer
                 return
-            gathered = self.accelerator.get_state_dict(self.deepspeed) if shares_parameters(self) else None
+            gathered = self.accelerator.get_state_dict(self.deepspeed) if self.shares_parameters else None
             if self.args.should_save:
                 save_trained(self.model, Path(output_dir), gathered)
-        elif not _internal_call and shares_parameters(self):
+        elif not _internal_call and self.shares_parameters:
             save_gathered(self, output_dir)
         elif self.is_deepspeed_enabled and getattr(self, "deepspeed", None) is None:
             # No step was taken since the model was loaded, so DeepSpeed has not wrapped it: each process holds it whole.
@@ -367,7 +371,7 @@ class MemoryTrainerMixin(AnyTrainer):
         return norm
 
     def _broken_tensor(self) -> str:
-        if shares_parameters(self):
+        if self.shares_parameters:
             return ""
         model: Any = self.model
         found = first_not_finite([*model.named_parameters(), *model.named_buffers()])
@@ -376,3 +380,133 @@ class MemoryTrainerMixin(AnyTrainer):
 
 class MemoryTrainer(MemoryTrainerMixin, Trainer):
     """A `Trainer` with `MemoryTrainerMixin`."""
+
+
+def prepare_sharing(trainer: Any) -> None:
+    """Prepare FSDP or DeepSpeed for a model; refuse setups that would not shard, or round frozen weights.
+
+    FSDP2 gets the layer classes of the model unless the user named them; it computes in lower precision, but reduces gradients and
+    returns losses in float32.
+    """
+    for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
+        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true" and not enabled:
+            raise RequestError(
+                f"accelerate was started with {name}, which does not shard on {trainer.args.device.type}: all processes would "
+                "hold whole models. Start it with configs/accelerate/ddp.yaml, or on accelerators."
+            )
+    if getattr(trainer.args, "protect", None) and (trainer.is_fsdp_enabled or _is_zero_3(trainer)):
+        raise RequestError(
+            "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
+            "Start the run with configs/accelerate/ddp.yaml."
+        )
+    if trainer.is_fsdp_enabled and trainer.args.save_only_model:
+        raise RequestError(
+            "save_only_model is true, and processes that share parameters by FSDP save them with the optimizer's; expected whole "
+            "checkpoints. Leave save_only_model out, or save_steps."
+        )
+    if trainer.is_deepspeed_enabled:
+        settings = _deepspeed_settings(trainer)
+        for section in ("optimizer", "scheduler"):
+            if section in settings:
+                raise RequestError(
+                    f"the file of DeepSpeed has a section {section!r}, which would replace the run's groups and rates; "
+                    "expected none. Remove it from the file."
+                )
+        dtype = dtype_of_deepspeed(trainer)
+        for name, parameter in trainer.model.named_parameters():
+            if dtype is not None and not parameter.requires_grad and parameter.dtype is torch.float32:
+                reason = "bf16 is set" if trainer.args.bf16 else f"the file of DeepSpeed sets {dtype}"
+                raise RequestError(
+                    f"{reason}, and DeepSpeed casts a whole model to {dtype}: {name}, which is frozen in float32, would be "
+                    f"rounded; expected fp32, or a model in {dtype}. Start it with configs/accelerate/fsdp2.yaml."
+                )
+        if _is_zero_3(trainer):
+            # Despite the option's name, DeepSpeed gathers weights in the dtype that they have.
+            settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:
+        _prepare_fsdp(plugin, trainer.model)
+
+
+def _prepare_fsdp(plugin: Any, model: Any) -> None:
+    if plugin.fsdp_version != 2:
+        raise RequestError(
+            f"fsdp_version is {plugin.fsdp_version}, which flattens parameters, so that matrices and norms cannot be distinguished; "
+            "expected 2, as in configs/accelerate/fsdp2.yaml."
+        )
+    if plugin.transformer_cls_names_to_wrap is None:
+        # The model's class also names the family's layers, which a model lacks if all its layers host memories.
+        names = {type(module).__name__ for module in model.modules()}
+        plugin.transformer_cls_names_to_wrap = sorted(names & set(model._no_split_modules or ()))
+    policy, full = plugin.mixed_precision_policy, torch.float32
+    if policy is not None and policy.param_dtype is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=full, output_dtype=full)
+
+
+def _deepspeed_settings(trainer: Any) -> dict[str, Any]:
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    return {} if plugin is None else plugin.deepspeed_config
+
+
+def _is_zero_3(trainer: Any) -> bool:
+    return trainer.is_deepspeed_enabled and _deepspeed_settings(trainer).get("zero_optimization", {}).get("stage") == 3
+
+
+def dtype_of_deepspeed(trainer: Any) -> str | None:
+    """Return the dtype that DeepSpeed casts the model to, by the run's bf16 or DeepSpeed's file, or None."""
+    if trainer.args.bf16:
+        return "bfloat16"
+    dtypes = {"bf16": "bfloat16", "fp16": "float16"}
+    settings = _deepspeed_settings(trainer)
+    return next((dtype for key, dtype in dtypes.items() if settings.get(key, {}).get("enabled") is True), None)
+
+
+def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
+    """Refuse a checkpoint without optimizer or of other sharding, which a Trainer would accept silently."""
+    if not has_optimizer_state(checkpoint):
+        raise RequestError(
+            f"{checkpoint} has no optimizer and no schedule, as save_only_model saves it; expected a complete checkpoint. Start the "
+            "run again without save_only_model, or load trained parameters by midus_hf.training.load_checkpoint."
+        )
+    ways = (
+        ("share parameters by FSDP", "pytorch_model_fsdp*", trainer.is_fsdp_enabled),
+        ("share parameters by DeepSpeed", "global_step*/zero_pp_rank_*_model_states.pt", _is_zero_3(trainer)),
+        ("share moments by DeepSpeed", "global_step*", trainer.is_deepspeed_enabled),
+        ("hold whole models", "", True),
+    )
+    saved_sharing = next(way for way, files, _ in ways if not files or any(checkpoint.glob(files)))
+    sharing = next(way for way, _, is_current in ways if is_current)
+    if saved_sharing != sharing:
+        raise RequestError(
+            f"{checkpoint} was saved by processes that {saved_sharing}, and these {sharing}; resume it as the run "
+            "began, or start a new run."
+        )
+    processes = trainer.args.world_size
+    names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{index}.pth" for index in range(processes)]
+    if trainer.args.process_index == 0 and not all((checkpoint / name).is_file() for name in names):
+        print_note(f"{checkpoint} has the random numbers of another number of processes: those of dropout start over")
+
+
+def save_gathered(trainer: Any, output_dir: str | None) -> None:
+    """Save a sharded model in `trainer.saved_dtypes`, and upload it if asked; all processes call this."""
+    # DeepSpeed returns the model in the first process, and nothing in the others.
+    state: dict[str, torch.Tensor] | None = trainer.accelerator.get_state_dict(
+        trainer.model if trainer.is_fsdp_enabled else trainer.deepspeed
+    )
+    model: Any = trainer.model
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = every - {name for name, _ in model.named_parameters()}  # a cast would turn these into separate tensors
+    saved = {
+        name: tensor.to(trainer.saved_dtypes.get(name, tensor.dtype))
+        for name, tensor in (state or {}).items()
+        if name not in tied
+    }
+    trainer._save(output_dir, saved)
+    first = next((name for name, tensor in model.named_parameters() if tensor.is_floating_point()), None)
+    if trainer.args.should_save and first in saved:
+        config = Path(output_dir or str(trainer.args.output_dir)) / CONFIG_NAME
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        settings["dtype"] = str(saved[first].dtype).removeprefix("torch.")  # Transformers wrote that of training
+        config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)

@@ -19,7 +19,8 @@ from tiny import tiny_model
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 import tests
-from midus_hf.models.families import HEAD_KINDS, list_model
+from midus_hf.models.families import HEAD_KINDS
+from midus_hf.models.language_model import list_model
 
 SOURCE = Path(os.environ.get("TRANSFORMERS_SOURCE", ""))
 if not (SOURCE / "tests" / "test_modeling_common.py").is_file():

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -99,15 +100,16 @@ def test_example_on_the_card_of_a_new_model_runs(corpus, upscaled, tmp_path, mon
 
 
 def test_only_accompanying_files_are_fetched_from_the_hub(tmp_path, monkeypatch):
-    download = Mock(return_value=str(tmp_path))
+    download = Mock(side_effect=[str(tmp_path), OSError("it cannot be reached")])
     monkeypatch.setattr(inputs, "snapshot_download", download)
+    monkeypatch.setattr(inputs, "load_model", lambda *_, **__: ("model", []))
+    arguments = SimpleNamespace(attn_implementation=None, model_name_or_path="owner/name", config_name=None)
     for name in ("README.md", "LICENSE", "USE_POLICY.md", "config.json"):
         (tmp_path / name).write_text(name)
     accompanying = {name: name.encode() for name in ("README.md", "LICENSE", "USE_POLICY.md")}
-    assert inputs._accompanying_files("owner/name") == accompanying
+    assert inputs.load_for_training(arguments, None) == ("model", accompanying)
     download.assert_called_once_with("owner/name", allow_patterns=["upscale.json", "README.md", *TERMS])
-    monkeypatch.undo()
-    assert inputs._accompanying_files("no-such-owner/no-such-model") == {}, "it cannot be reached"
+    assert inputs.load_for_training(arguments, None) == ("model", {})
 
 
 def test_inconsistent_generation_config_is_kept(model, config_for, tmp_path):

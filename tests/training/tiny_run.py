@@ -15,9 +15,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.callbacks import GracefulStop, RunInterrupted, RunReport
 from midus_hf.training.inputs import read_texts
-from midus_hf.training.run import TrainResult, make_memory_trainer, run_training
+from midus_hf.training.run import (
+    GracefulStop,
+    RunInterrupted,
+    RunReport,
+    TrainResult,
+    make_memory_trainer,
+    run_training,
+)
 from midus_hf.training.trainer import MemoryTrainer
 from upscalers.runs.upscale import upscale
 

@@ -248,12 +248,10 @@ class ScaledInitialisation(Service):
 
 
 @torch.no_grad()
-def scale_initial(module: nn.Module) -> None:
+def scale_initial(projection: Any) -> None:
     """Multiply a projection's weight by its `initial_scale`, unless a checkpoint has filled it."""
-    scale = getattr(module, "initial_scale", None)
-    weight: Any = getattr(module, "weight", None)
-    if scale is not None and not getattr(weight, "_is_hf_initialized", False):
-        weight.mul_(scale)
+    if not getattr(projection.weight, "_is_hf_initialized", False):
+        projection.weight.mul_(projection.initial_scale)
 
 
 class BankService(Service):

@@ -4,7 +4,6 @@ A module of this package has the classes of one family, which `template.py` make
 `midus_hf.models` is imported, for others when a config names them.
 """
 
-import inspect
 import sys
 from typing import Any
 
@@ -18,9 +17,6 @@ from transformers import (
     PreTrainedModel,
     conversion_mapping,
 )
-from transformers.models.auto import modeling_auto
-
-from midus_hf.anatomy.types import MEMORY_PREFIX
 
 _PEFT_CONVERSIONS = "peft.utils.transformers_weight_conversion"
 #: Ends of the names of task heads' classes, as of the Auto classes that load them.
@@ -29,21 +25,6 @@ HEAD_KINDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestio
 FAMILIES: dict[str, type[PreTrainedModel]] = {}
 #: Composite models whose language model hosts memory, by the `model_type` of their family.
 COMPOSITE_FAMILIES: dict[str, type[PreTrainedModel]] = {}
-
-
-def list_model(model_class: type[PreTrainedModel]) -> None:
-    """List a class in Transformers' tables of models, which Trainer, pipelines and servers read."""
-    own_type = model_class.config_class.model_type
-    family_type = own_type.removeprefix(MEMORY_PREFIX)
-    names = {parent.__name__ for parent in inspect.getmro(model_class)[1:]}
-    family_tables = [
-        table
-        for name, table in vars(modeling_auto).items()
-        if name.endswith("_MAPPING_NAMES") and table.get(family_type) in names
-    ]
-    language_tables = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,) if model_class.can_generate() else ()
-    for table in (*language_tables, *family_tables):
-        table.setdefault(own_type, model_class.__name__)
 
 
 def share_conversions(causal_lm_class: Any) -> None:

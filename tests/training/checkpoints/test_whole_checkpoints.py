@@ -17,10 +17,9 @@ from transformers import TrainingArguments
 
 from midus_hf.files.outputs import exclusive
 from midus_hf.training import MemoryTrainer, checkpoints
-from midus_hf.training.callbacks import RunInterrupted
 from midus_hf.training.checkpoints import find_damage, find_latest_complete, remove_checkpoint
 from midus_hf.training.output import PartialSaveError
-from midus_hf.training.run import run_training
+from midus_hf.training.run import RunInterrupted, run_training
 
 OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
 

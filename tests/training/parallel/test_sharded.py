@@ -24,15 +24,16 @@ from midus_hf.cli.train import main
 from midus_hf.training.inputs import load_unsharded
 from midus_hf.training.keys import Rates
 from midus_hf.training.optim import parameter_groups
-from midus_hf.training.parallel import (
+from midus_hf.training.run import run_training
+from midus_hf.training.trainer import (
+    MemoryTrainerMixin,
     _prepare_fsdp,
     check_checkpoint,
     prepare_sharing,
     save_gathered,
-    shares_parameters,
 )
-from midus_hf.training.run import run_training
 
+shares_parameters = MemoryTrainerMixin.shares_parameters.fget
 CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
 
 
