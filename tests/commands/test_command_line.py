@@ -284,7 +284,14 @@ TOLD_WITHOUT_TORCH = {
     "eval adapter --text a=b": ADAPTER,
     "look usage adapter --text a=b": ADAPTER,
     "look heads adapter --tasks piqa": ADAPTER,
-    "look usage model --text text.txt --dtype int8": "dtype is 'int8'; expected auto, float32, bfloat16 or float16.",
+    **{f"{words} --dtype int8": "dtype is 'int8'; expected auto, float32, bfloat16 or float16."
+       for words in ("look usage model --text text.txt", "eval model --text text.txt", "ask model What?")},
+    "compare compare.yaml --set base=./no": "base is './no', which does not exist",
+    "compare compare.yaml --set seed=1": "config has no option 'seed'",
+    "compare compare.yaml --set domain.a=no.txt": "domain.a is 'no.txt', which does not exist",
+    "compare compare.yaml --set output_dir=text.txt": "output_dir is 'text.txt', a file",
+    "eval model --text no.txt": "text is 'no.txt', which does not exist",
+    "cluster build --corpus text.txt --embedding-model no/x --tokenizer t --output t": "embedding model is 'no/x', which",
     "look usage model --text text.txt --retriever absent": OF_TREE,
     "look depth model --text text.txt --max-tokens 0": "Invalid value for '--max-tokens': ",
     "look heads model --tasks ,": "tasks is ','; expected names of tasks, separated by commas.",
@@ -308,7 +315,7 @@ def test_wrong_requests_are_refused_without_torch(room):
 for words in {[*TOLD_WITHOUT_TORCH]!r}:
     sys.argv = ["midus", *words.split()]
     assert entry_points.midus() == 2, words
-    assert "torch" not in sys.modules, words
+    assert not {{"torch", "transformers", "datasets"}} & {{*sys.modules}}, words
 """
     done = run_alone("midus", ["--help"], afterwards=f"from midus_hf.cli import entry_points{code}", folder=room)
     assert done.returncode == 0, done.stderr

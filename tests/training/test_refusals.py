@@ -1,10 +1,7 @@
 """What a run is refused names the value and what to do, before a model is loaded where that is possible; nothing is written."""
 
-import json
 import math
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -247,39 +244,9 @@ COMMANDS = [
     (sft, ["chats.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns"),
     (sft, ["chats.yaml", MODEL], "no 'dataset_name'; .* or by --dataset_name"),
 ]  # fmt: skip
-# Of other commands, before libraries are imported.
-MISTAKES = [
-    ("eval", ["model", "--text", "notes", "--dtype", "float8"], "dtype is 'float8'; expected auto"),
-    ("ask", ["model", "What?", "--dtype", "float8"], "dtype is 'float8'; expected auto"),
-    ("compare", ["compare.yaml"], "base is './no', which does not exist"),
-    ("compare", ["compare.yaml", "--set", "base=base", "--set", "seed=1"], "config has no option 'seed'"),
-    ("compare", ["compare.yaml", "--set", "base=base", "--set", "domain.a=no.txt"], "domain.a is 'no.txt', which does not exist"),
-    ("compare", ["compare.yaml", "--set", "output_dir=notes/a.txt"], "output_dir is 'notes/a.txt', a file"),
-    ("upscale", ["--base=base", "--method=engram", "--set=table=exact", "--set=corpus=no.txt", "--output=o"], "corpus is 'no.txt'"),
-    ("eval", ["model", "--text", "no.txt"], "text is 'no.txt', which does not exist"),
-    ("cluster build", ["--output", "t", "--corpus", "texts.jsonl", "--embedding-model", "no/x", "--tokenizer", "t"],
-     "embedding model is 'no/x', which is no folder here"),
-]  # fmt: skip
-ASKED = """
-import contextlib, io, json, sys
-from midus_hf.cli import entry_points
-
-endings = []
-for words in json.loads(sys.argv[1]):
-    sys.argv, said = [*["midus"] * (words[0] != "upscale"), *words], [io.StringIO(), io.StringIO()]
-    with contextlib.redirect_stdout(said[0]), contextlib.redirect_stderr(said[1]):
-        try:
-            status = getattr(entry_points, sys.argv[0])()
-        except SystemExit as stopped:
-            status = stopped.code
-    imported = [name for name in ("torch", "transformers", "datasets", "trl") if name in sys.modules]
-    endings.append([status, *(each.getvalue() for each in said), imported])
-print(json.dumps(endings))
-"""
 FILES = {
     "notes/a.txt": "a",
     "chats.jsonl": '{"prompt": "a", "completion": "b"}',
-    "compare.yaml": "base: ./no\noutput_dir: o\nvariants: {a: {}}\ndomain: {a: notes}\ntrain: {corpus: texts.jsonl}\n",
     "full/notes.txt": "",
     "recipe.yaml": "{max_steps: 2, sequence_length: 8, bf16: false}",
     "chats.yaml": "{max_steps: 2, max_length: 8, bf16: false}",
@@ -310,23 +277,6 @@ def test_wrong_run_is_refused_in_one_line(command, words, message, room, monkeyp
     with refused(f"^midus {'train' if command is main else 'sft'}: .*{message}"):
         raise ValueError(err.splitlines()[-1])
     assert out == "" and sorted(room.rglob("*")) == before
-
-
-@pytest.fixture(scope="module")
-def endings(room) -> list[list]:
-    """How each mistake ends, one after the other in one process: its status, what it prints, and what is imported by then."""
-    requests = json.dumps([[*command.split(), *words] for command, words, _ in MISTAKES])
-    line = [sys.executable, "-c", ASKED, requests]
-    return json.loads(subprocess.run(line, cwd=room, capture_output=True, text=True, check=True).stdout)
-
-
-@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=lambda number: f"{number} {MISTAKES[number][0]}")
-def test_mistakes_are_told_before_libraries_are_imported(number, endings):
-    command, _, message = MISTAKES[number]
-    status, out, err, imported = endings[number]
-    assert (status, out, imported) == (2, "", []), err
-    name = command if command == "upscale" else f"midus {command}"
-    assert err.startswith(f"{name}: {message}") and len(err.splitlines()) == 1
 
 
 def test_unreachable_hub_is_refused_in_one_line(words, tmp_path, capsys):

@@ -248,6 +248,7 @@ def test_methods_inspect_and_refusals_need_no_torch(base, tmp_path):
         "num-new-layers is 3": (2, [*usual, "--num-new-layers", "3"]),
         "method 'none' is unknown": (2, [*usual, "--method", "none"]),
         "hidden_size = 0; expected a positive": (2, [*usual, "--base", no_width]),
+        "corpus is 'no.txt'": (2, [*usual, "--base", base, "--method=engram", "--set=table=exact", "--set=corpus=no.txt"]),
     }  # fmt: skip
     results = without_torch([words for _, words in requests.values()])
     for (message, (expected, _)), (status, said) in zip(requests.items(), results, strict=True):
