@@ -76,12 +76,7 @@ class MemoryTables(DeclaredModule):
 
 
 class MemoryModule(DeclaredModule):
-    """A memory layer: its keys and values, and the retrieval of values for hidden states.
-
-    Args:
-        options: Options of the memory's type.
-        sizes: Sizes of the model; a `RequestError` if the memory does not fit it.
-    """
+    """A memory layer, by the options of its type and the model's sizes; a `RequestError` if they do not fit."""
 
     #: Classes of the sites at which the memory can be attached (`midus_hf.memories.hosting.sites`); none for an inserted memory.
     sites: ClassVar[tuple[Any, ...]] = ()
@@ -157,13 +152,8 @@ def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
 
 
 def random_directions(vectors: torch.Tensor) -> torch.Tensor:
-    """Return random directions with the lengths, shape and dtype of `vectors` `[..., d]`; no gradients.
-
-    They are drawn from torch's generator of the device, whose state activation checkpointing restores.
-    """
+    """Return random directions with the lengths, shape and dtype of `vectors` `[..., d]`; no gradients."""
     wide = vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32))
-    drawn = torch.randn_like(wide)
-    tiny = torch.finfo(wide.dtype).tiny
-    lengths = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # [..., 1]
-    drawn_lengths = torch.linalg.vector_norm(drawn, dim=-1, keepdim=True).clamp_min(tiny)  # [..., 1]
-    return (drawn * (lengths / drawn_lengths)).to(vectors.dtype)
+    drawn = torch.randn_like(wide)  # from the device's generator, whose state activation checkpointing restores
+    lengths, drawn_lengths = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (wide, drawn))
+    return (drawn * (lengths / drawn_lengths.clamp_min(torch.finfo(wide.dtype).tiny))).to(vectors.dtype)

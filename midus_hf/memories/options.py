@@ -70,10 +70,7 @@ class MemoryOptions:
         return False
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
-        """Return the tensors of the memory in one layer, by their name in the memory, in the order of storage.
-
-        The weight of a linear layer is declared as `NAME.weight`; every other name has no dot.
-        """
+        """Return a layer's tensors by name, in stored order; `NAME.weight` is of a linear layer, others have no dot."""
         raise NotImplementedError
 
     def tensors_at(self, sizes: ModelSizes, index: int, count: int) -> dict[str, DeclaredTensor]:

@@ -247,8 +247,7 @@ NO_MEMORIES = Memories((), ModelSizes(hidden_size=0, num_heads=1))
 def memories_of(config: Any) -> Memories:
     """Read the current `memory` list of a config of transformers, or of a composite model's config.
 
-    Not a method, since a serving engine may pickle the config by value to another process, where instances belong to copied
-    classes, for which `isinstance` tests in the model's code fail.
+    Not a method: a serving engine may pickle the config by value, and copied classes fail `isinstance` tests in the model's code.
     """
     config = config.get_text_config()
     digest = record_entry(config).get("base_sha256")
@@ -256,16 +255,9 @@ def memories_of(config: Any) -> Memories:
 
 
 def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> Memories:
-    """Read the `memory` list of a config.
+    """Read a config's `memory`, `[{"type": ..., "layers": [...], ...}, ...]` or None, or raise a `RequestError`.
 
-    Args:
-        entries: `[{"type": ..., "layers": [...], ...}, ...]`, or None for a model without memory. An entry may leave
-            out `site` (default: the first site of the type), `name` (default: that of the type) and any option.
-        sizes: Sizes of the model.
-        base: SHA-256 of the weights that the model was upscaled from. Default: None, unknown.
-
-    Raises:
-        RequestError: If a type, site, option, name or layer is wrong or taken, or a memory does not fit the model.
+    An entry may leave out `site` (default: the first of the type), `name` (default: that of the type) and any option.
     """
     read = []
     for values in entries or []:

@@ -60,12 +60,9 @@ class CodeMixin:
 class MemoryConfig(CodeMixin):
     """Mixin for the config of a family that hosts memory.
 
-    A family declares the field `memory: list | None` of entries `{"type", "layers", ...}`, validated and kept as plain dictionaries.
-    `head_kinds` are the ends of the names of the family's task heads, such as `"ForSequenceClassification"`.
-
-    Raises:
-        RequestError: If an entry has an unknown type or key, names layers that are absent, repeated or taken, or does not fit the
-            model; if `layer_types` does not have one entry per layer.
+    A family declares the field `memory: list | None` of entries (`read_memories`), validated and kept as plain dictionaries.
+    `head_kinds` are the ends of the names of the family's task heads, such as `"ForSequenceClassification"`. Entries that do not fit
+    the model, and `layer_types` without one entry per layer, are a `RequestError`.
     """
 
     memory: list | None
@@ -115,9 +112,7 @@ class HostMixin:
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a model as its family does, and what its memories have next to the weights.
 
-        Raises:
-            RequestError: If a tensor that a memory reads itself is quantised, tensor or pipeline parallelism is asked for, or a bank
-                is absent or belongs to another model.
+        Refused are quantised tensors that a memory reads itself, tensor and pipeline parallelism, and wrong or absent banks.
         """
         for name, whole in (("tp_plan", {}), ("tp_size", 1), ("pp_size", 1)):
             asked = kwargs.get(name) or getattr(kwargs.get("distributed_config"), name, None)
@@ -168,11 +163,7 @@ class HostMixin:
 
     @property
     def glossary(self) -> Any:
-        """Names and texts that the model knows (`Glossary`), which may change at any time.
-
-        Raises:
-            RequestError: If the model has no packs, or was not loaded from a folder.
-        """
+        """Names and texts that the model knows (`Glossary`); a `RequestError` without packs or a folder."""
         packs = self.stack.services.get("packs")
         if packs is None or packs.glossary is None:
             raise RequestError("this model has no glossary; expected one with packs that from_pretrained loaded.")
@@ -263,9 +254,8 @@ class MemoryModel(HostMixin, HostStack):
             layer: Any = self.layers[index]
             layer.__class__ = next(each for each in hosts if each.family_class is type(layer))
             layer.host(config, index, memories)
-        hosted: dict[
-            tuple[str, int], MemoryModule
-        ] = {}  # by the name of the memory, empty for an inserted one, and the layer
+        # By the name of the memory, empty for an inserted one, and the layer.
+        hosted: dict[tuple[str, int], MemoryModule] = {}
         for index, layer in enumerate(self.layers):
             hosted |= {(name, index): memory for name, memory in getattr(layer, "memories", {}).items()}
             if isinstance(getattr(layer, "memory", None), MemoryModule):
@@ -278,10 +268,8 @@ class MemoryModel(HostMixin, HostStack):
             users = {key: memory for key, memory in hosted.items() if service in memory.services}
             self.services[service.key] = service(self, memories, users)
         self._makes_inputs = bool(memories.attached or self.services or self._taken_arguments)
-        self._no_split_modules = {
-            *(self._no_split_modules or ()),
-            *(type(self.layers[index]).__name__ for index in taken_over),
-        }
+        taken_names = (type(self.layers[index]).__name__ for index in taken_over)
+        self._no_split_modules = {*(self._no_split_modules or ()), *taken_names}
         self.post_init()  # type: ignore[operator]
 
     def forward(
@@ -301,13 +289,8 @@ class MemoryModel(HostMixin, HostStack):
     ) -> Any:
         """Run the family's forward with inputs of memories; see `MemoryForCausalLM.forward`.
 
-        Args:
-            memory_reports: Collector of the routers' reports (`RouterReports`). Default: routers do not report.
-            token_ids: `[B, T]`, the ids of `inputs_embeds`, for memories that take `input_ids`. Default: `input_ids`.
-            kwargs: Other arguments of the family's forward and of memories.
-
-        Raises:
-            RequestError: If a memory takes `input_ids`, and only embeddings are passed.
+        `memory_reports` (`RouterReports`) collects reports of routers. Memories that take `input_ids` refuse `inputs_embeds` without
+        their `token_ids` `[B, T]`.
         """
         arguments: Keywords = {
             "input_ids": input_ids,
@@ -370,7 +353,10 @@ def _check_adapter_layers(
     numbers: dict[int, int] = {}  # of each layer of the base where it occurs first
     for number, layer in base_layers(config).items():
         numbers.setdefault(layer, number)
-    has, lacks = _layers(loaded), _layers(set(names) - set(loaded))
+    has, lacks = (
+        sorted({int(match[1]) for match in map(_LAYER.search, listed) if match})
+        for listed in (loaded, set(names) - set(loaded))
+    )
     moved = [layer for layer in has if numbers.get(layer, layer) != layer]
     if not moved or has[-1] >= len(numbers):
         return
@@ -401,8 +387,3 @@ def _adapter_tensors(module: nn.Module) -> dict[str, set[str]]:
                 # A ModuleDict has "default.weight", a ParameterDict "default".
                 tensors.setdefault(name.split(".")[0], set()).add(f"{module_name}.{attribute}.{name}")
     return tensors
-
-
-def _layers(names: Iterable[str]) -> list[int]:
-    matches = map(_LAYER.search, names)
-    return sorted({int(match[1]) for match in matches if match})

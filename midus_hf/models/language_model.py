@@ -79,14 +79,11 @@ class MemoryForCausalLM(HostMixin):
         memory_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the family's forward, and add the losses of routers.
+        """Run the family's forward, which gets all other arguments, and add the losses of routers.
 
-        Other arguments are passed to the family's forward. A Trainer drops columns of a dataset that the signature lacks.
+        A Trainer drops columns of a dataset that the signature lacks.
 
         Args:
-            input_ids: `[B, T]`, or None if `inputs_embeds` are passed.
-            cache: Keys and values of the tokens before. Default: none.
-            inputs_embeds: `[B, T, D]`. Default: embeddings of `input_ids`.
             past_key_values: Older name of `cache`.
             output_router_logits: Whether to return the routers' logits and add their losses outside training too; if false, losses
                 are never added. Default: the config's value; if that is None, losses are added in training.
@@ -94,8 +91,8 @@ class MemoryForCausalLM(HostMixin):
             memory_ids: `[B, p]`, the paths whose blocks the rows fetch, for memories that fetch.
         """
         kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        kwargs |= {"inputs_embeds": inputs_embeds, "labels": labels}
-        kwargs |= {"use_cache": use_cache, "logits_to_keep": logits_to_keep}
+        kwargs |= {"inputs_embeds": inputs_embeds, "labels": labels, "use_cache": use_cache}
+        kwargs["logits_to_keep"] = logits_to_keep
         given = {"output_router_logits": output_router_logits, "token_mask": token_mask, "memory_ids": memory_ids}
         return self.run(kwargs, cache, past_key_values, **given)
 

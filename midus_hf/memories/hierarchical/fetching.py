@@ -97,8 +97,8 @@ class BlockService(BankService):
                 )
         return memory_blocks
 
-    @staticmethod
-    def layer_arguments(value: Any, name: str, layer: int) -> Keywords:
+    @classmethod
+    def layer_arguments(cls, value: Any, name: str, layer: int) -> Keywords:
         return {"fetched": value[name].blocks_for(layer)}
 
     def check_continuous_batching(self, arguments: Keywords) -> None:

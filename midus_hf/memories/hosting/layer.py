@@ -153,14 +153,10 @@ class HostLayer(LayerNames):
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, memory_inputs: MemoryInputs | None = None, **kwargs: Any
     ) -> PartOutput:
-        """Return what the family's layer returns, with the changes that memories make.
+        """Return what the family's layer returns for `hidden_states` `[B, T, D]`, with the changes that memories make.
 
-        A layer with `layer_inputs` or `layer_outputs` returns a tuple of this and of the tensors for later layers, in their order.
-
-        Args:
-            hidden_states: The residual stream before this layer, `[B, T, D]`.
-            args: Tensors from earlier layers, in the order of `layer_inputs`, then other arguments of the family's forward.
-            memory_inputs: Inputs of the pass for memories. Default: none.
+        `args` begin with the tensors of `layer_inputs`; a layer with these or `layer_outputs` returns a tuple of its output and the
+        tensors for later layers.
         """
         for site in self.attached:
             site.attach()

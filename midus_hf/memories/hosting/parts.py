@@ -73,12 +73,9 @@ def has_heads(mixer: Any) -> bool:
 
 
 def stacked_rows(stacked: Any, following: Any, roles: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """Return the number of rows of each projection that a linear module stacks, by role, in order.
+    """Return the rows of each projection that a linear module stacks, by `roles` in order.
 
-    Args:
-        stacked: The module.
-        following: The module whose input is as wide as the first projection's output: the output projection, or `down`.
-        roles: Roles of the projections. All but the first have equal numbers of rows.
+    The first has as many rows as the `following` module, the output projection or `down`, has inputs; the others share the rest.
     """
     first, *others = roles
     rest = (stacked.out_features - following.in_features) // len(others)
@@ -151,11 +148,11 @@ def token_places(
     """Find padding and documents among the tokens of a pass.
 
     Args:
-        token_mask: `[B, S]`, S >= T, zero for padding; the last T columns are this pass's. Or a mask between pairs of tokens,
-            `[B, 1, T, T]`, in which padding is hidden from itself; of several by name, the first is used. None: no padding.
-        position_ids: `[B, T]`, positions that the model was called with, or None.
+        token_mask: `[B, S]`, zero for padding, the last T columns for this pass; or between tokens, `[B, 1, T, T]`, in which padding
+            is hidden from itself (of several by name, the first). None: no padding.
+        position_ids: `[B, T]`, or None.
         num_tokens: T.
-        may_hold_documents: Whether a position of zero begins a document, as it does without a mask and without a cache.
+        may_hold_documents: Whether a position of zero begins a document, as without a mask and a cache.
     """
     real = starts = None
     mask = next(iter(token_mask.values())) if isinstance(token_mask, dict) else token_mask
@@ -186,13 +183,9 @@ class CarriedKey(NamedTuple):
 
 
 class MemoryInputs:
-    """Inputs of a model's memories in one forward pass, passed to the layers as one keyword argument.
+    """Inputs of memories in one pass: what each service made, by its key, and arguments that memories take.
 
     Made per pass, so that two passes may run before one backward pass, and checkpointing repeats a layer with the same inputs.
-
-    Args:
-        values: What each service made for the pass, by the key of the service. Default: nothing.
-        arguments: Arguments of the model's forward that memories take, by name. Default: none.
     """
 
     def __init__(self, values: Mapping[str, Any] | None = None, arguments: Mapping[str, object] | None = None):

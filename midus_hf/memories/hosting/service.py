@@ -30,11 +30,8 @@ LayerTables = dict[tuple[str, int], dict[str, torch.Tensor]]
 class Service:
     """What a model makes for its memories in every pass, and does around passes; keeps nothing of a pass.
 
-    A layer of a memory names the classes of the services that it needs; the stack of layers makes one object of each.
-
-    Args:
-        model: The stack of layers, whose memories are built.
-        hosted: Each memory that needs the service, by name and layer.
+    A memory's layer names the classes of services that it needs. The stack makes one object of each, with itself and, by name and
+    layer, the memories that need it.
     """
 
     #: Name of the service in a stack's `services`.
@@ -59,10 +56,10 @@ class Service:
         """
         return None
 
-    @staticmethod
-    def layer_arguments(value: Any, name: str, layer: int) -> Keywords:
-        """Return a memory's keyword arguments in a layer, from the value of the pass or None. Default: none."""
-        return {}
+    @classmethod
+    def layer_arguments(cls, value: Any, name: str, layer: int) -> Keywords:
+        """Return a memory's keyword arguments in a layer, by default its item of the pass's value, as `key`."""
+        return {cls.key: value[name, layer]} if isinstance(value, dict) and (name, layer) in value else {}
 
     def run(self, model: Any, forward: Callable[[Keywords], Any], arguments: Keywords) -> Any:
         """Run the family's forward of a model with a head, by a mapping of arguments. Default: as it is."""
@@ -131,10 +128,6 @@ class Tables(Service):
             tables |= {(name, layer): by_number[number] for layer, number in number_of_layer.items()}
         return tables
 
-    @staticmethod
-    def layer_arguments(value: LayerTables | None, name: str, layer: int) -> Keywords:
-        return {"tables": value[name, layer]} if value and (name, layer) in value else {}
-
 
 class Tokens(Service):
     """Padding and documents of a pass, as `tokens`, a `TokenPlaces`."""
@@ -143,17 +136,13 @@ class Tokens(Service):
 
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> TokenPlaces:
         mask = arguments["attention_mask"]
-        tells_padding = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        may_hold = not (isinstance(mask, torch.Tensor) and mask.dim() == 2) and arguments[CACHE] is None
         tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
-        return token_places(
-            mask if own["token_mask"] is None else own["token_mask"],
-            arguments["position_ids"],
-            tokens.shape[1],
-            may_hold_documents=not tells_padding and arguments[CACHE] is None,
-        )
+        mask = mask if own["token_mask"] is None else own["token_mask"]
+        return token_places(mask, arguments["position_ids"], tokens.shape[1], may_hold_documents=may_hold)
 
-    @staticmethod
-    def layer_arguments(value: TokenPlaces | None, name: str, layer: int) -> Keywords:
+    @classmethod
+    def layer_arguments(cls, value: TokenPlaces | None, name: str, layer: int) -> Keywords:
         return {"tokens": value or TokenPlaces()}
 
     def prepare_inputs(self, inputs: Keywords, attention_mask: object) -> None:
@@ -188,10 +177,6 @@ class States(Service):
         if cache is None or (model.training and getattr(model, "gradient_checkpointing", False)):
             return {}
         return states_in(cache, self.stateful, model.config.num_hidden_layers)
-
-    @staticmethod
-    def layer_arguments(value: dict[tuple[str, int], MemoryState] | None, name: str, layer: int) -> Keywords:
-        return {"state": value[name, layer]} if value and (name, layer) in value else {}
 
     def check_assistant(self) -> None:
         """Refuse assisted decoding, which takes tokens back, if a memory cannot take them back."""
@@ -365,8 +350,8 @@ class Reports(Service):
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> RouterReports | None:
         return own["memory_reports"]
 
-    @staticmethod
-    def layer_arguments(value: RouterReports | None, name: str, layer: int) -> Keywords:
+    @classmethod
+    def layer_arguments(cls, value: RouterReports | None, name: str, layer: int) -> Keywords:
         return {} if value is None else {"report": partial(value.store, name, layer)}
 
     def run(self, model: Any, forward: Callable[[Keywords], Any], arguments: Keywords) -> Any:

@@ -63,10 +63,7 @@ class MemoryState:
         return {} if self._is_empty else self._tensors
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the kept tensors that have the names of these tensors.
-
-        A kept tensor of the same shape and dtype is overwritten in place, since compiled steps need a fixed address.
-        """
+        """Replace kept tensors by name, equal shapes in place, since compiled steps need a fixed address."""
         for name, tensor in tensors.items():
             tensor = tensor.detach()
             there = self._tensors.get(name)
@@ -97,18 +94,15 @@ class MemoryState:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.changes += 1
-        if self._is_empty:
-            return
-        for name, tensor in self._tensors.items():
-            self._tensors[name] = tensor.index_select(0, indices.to(tensor.device))
+        self._change_rows(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def _change_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.changes += 1
-        if self._is_empty:
-            return
-        for name, tensor in self._tensors.items():
-            self._tensors[name] = tensor.repeat_interleave(repeats, dim=0)
+        if not self._is_empty:
+            self._tensors.update({name: change(tensor) for name, tensor in self._tensors.items()})
 
     def crop(self, tokens: int) -> None:
         """Take back the last tokens, or raise a `RequestError` if the state cannot be cropped."""

@@ -310,7 +310,3 @@ class SlotStates(Service):
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> dict[tuple[str, int], SlotState]:
         where = first_attention(model, self.hosted[0][0]).layer_name
         return {(name, layer): SlotState(where, f"{name}.{layer}") for name, layer in self.hosted}
-
-    @staticmethod
-    def layer_arguments(value: dict[tuple[str, int], SlotState], name: str, layer: int) -> Keywords:
-        return {"state": value[name, layer]}

@@ -18,7 +18,6 @@ from midus_hf.memories.moc.options import MocOptions
 from midus_hf.memories.moc.pooling import (
     ChunkSizes,
     Numbers,
-    PooledStates,
     Routing,
     pool_chunks,
     pool_sequence,
@@ -77,11 +76,8 @@ class MocMemory(MemoryModule):
             hidden_states: `[B, T, D]`.
             tables: The bank, if layers share one. Default: the layer's bank.
             tokens: Padding and documents. Default: no padding, one document per row.
-            state: State of the sequence from earlier passes. Default: the sequence begins here, and no state is kept.
+            state: Of the sequence; refused if routing is `sequence` and it is not empty. Default: no state is kept.
             report: Receives the router's logits and losses. Default: not reported.
-
-        Raises:
-            RequestError: If routing is `sequence` and `state` is not empty.
         """
         if hidden_states.shape[0] == 0 or hidden_states.shape[1] == 0:
             return hidden_states * 0
@@ -110,30 +106,25 @@ class MocMemory(MemoryModule):
 
     def _route(self, normalised: torch.Tensor, tokens: TokenPlaces | None, state: MemoryState | None) -> Routing:
         # In trained models a few elements are far larger in every token, and would make the means of all texts nearly equal.
-        pooled = self._pool(normalised.clamp(-1, 1), tokens or TokenPlaces(), state)
-        states = pooled.states if self.options.addressing == "content" else random_directions(pooled.states)
-        wide = torch.promote_types(normalised.dtype, torch.float32)
-        with without_autocast(normalised.device.type):
-            logits = nn.functional.linear(
-                states.to(wide), self.router_weight.to(wide), self.router_bias.to(wide)
-            )  # [N, C]
-        shared = self.options.shared_chapters
-        best = logits[..., shared:].topk(self.options.k, dim=-1)
-        return Routing(logits, best.indices + shared, best.values.log_softmax(-1), pooled)
-
-    def _pool(self, states: torch.Tensor, tokens: TokenPlaces, state: MemoryState | None) -> PooledStates:
-        kept = {} if state is None else state.kept
+        limited, places, kept = normalised.clamp(-1, 1), tokens or TokenPlaces(), {} if state is None else state.kept
         if self.options.routing == "chunk":
             sizes = ChunkSizes(self.options.first_tokens, self.options.chunk_size)
-            return pool_chunks(states, tokens, sizes, kept, keeps=state is not None)
-        if self.options.routing == "token":
-            return pool_tokens(states, tokens)
-        if kept:
+            pooled = pool_chunks(limited, places, sizes, kept, keeps=state is not None)
+        elif kept and self.options.routing == "sequence":
             raise RequestError(
                 "routing is 'sequence', which looks at the whole sequence, and a cache holds a part of it; expected passes without a "
                 "cache. Set use_cache to false, or upscale with routing = 'chunk'."
             )
-        return pool_sequence(states, tokens)
+        else:
+            pooled = (pool_tokens if self.options.routing == "token" else pool_sequence)(limited, places)
+        states = pooled.states if self.options.addressing == "content" else random_directions(pooled.states)
+        wide = torch.promote_types(normalised.dtype, torch.float32)
+        with without_autocast(normalised.device.type):
+            router = (self.router_weight.to(wide), self.router_bias.to(wide))
+            logits = nn.functional.linear(states.to(wide), *router)  # [N, C]
+        shared = self.options.shared_chapters
+        best = logits[..., shared:].topk(self.options.k, dim=-1)
+        return Routing(logits, best.indices + shared, best.values.log_softmax(-1), pooled)
 
     def _mixture(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all chapters that are read, shared ones first, and their scales, both `[N, S + k]`."""
@@ -182,10 +173,8 @@ class MocMemory(MemoryModule):
         logits, chosen, counts = routing.logits, routing.chosen, routing.pooled.counts
         first = 0 if self.options.balance == "released" else self.options.shared_chapters
         candidates = logits[:, first:]  # [N, C - S]: logits that no choice depends on must not change the loss
-        balance = balance_loss(candidates, chosen - first, counts)
-        squares = z_loss(candidates, counts)
-        loss = self.options.router_aux_loss_coef * balance + self.options.router_z_loss_coef * squares
-        report(logits, loss)
+        balance = self.options.router_aux_loss_coef * balance_loss(candidates, chosen - first, counts)
+        report(logits, balance + self.options.router_z_loss_coef * z_loss(candidates, counts))
 
 
 def _memory_rows(
@@ -221,13 +210,9 @@ def _rms_normalised(states: torch.Tensor) -> torch.Tensor:
 def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return Switch Transformer's load-balance loss, float32 at least (Fedus et al. 2021, equation 4).
 
-    The loss is `C * sum_i f_i P_i`: `f_i`, a constant, is the share of tokens with chapter i among the k chosen; `P_i` is its mean
-    probability. An even choice gives k, since the `f_i` add up to k.
-
-    Args:
-        logits: `[S, C]`, for each segment that is routed as one, over the chapters that can be chosen.
-        chosen: `[S, k]`, int64, the chapters that each segment reads.
-        counts: `[S]`, number of tokens in each segment, without padding.
+    The loss is `C * sum_i f_i P_i`: `f_i`, a constant, is the share of tokens with chapter i among the k `chosen` `[S, k]`, int64;
+    `P_i` is its mean probability by `logits` `[S, C]`. Segments weigh by their `counts` of tokens `[S]`, without padding. An even
+    choice gives k.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     shares = (counts / counts.sum().clamp(min=1)).to(wide)  # [S]
@@ -238,12 +223,8 @@ def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, counts: torch.Tenso
 
 
 def z_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared log-sum-exp of logits over tokens (ST-MoE, Zoph et al. 2022, equation 5).
-
-    `logits` and `counts` are those of `balance_loss`.
-    """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    squares = logits.to(wide).logsumexp(-1).square()
+    """Return logits' mean squared log-sum-exp over tokens (ST-MoE, eq. 5); arguments as of `balance_loss`."""
+    squares = logits.to(wide_dtype(logits)).logsumexp(-1).square()
     return (squares * counts).sum() / counts.sum().clamp(min=1)
 
 

@@ -48,10 +48,7 @@ class MocOptions(MemoryOptions):
     """
 
     sites = ("behind-attention", "behind-layer")
-    controls = {
-        "one-row": {"memory_tokens": 1, "chapters": 1, "shared_chapters": 0, "k": 1},
-        **RANDOM_SLOTS,
-    }
+    controls = {"one-row": {"memory_tokens": 1, "chapters": 1, "shared_chapters": 0, "k": 1}, **RANDOM_SLOTS}
     # The output projection starts at zero and must train, or the memory never adds anything; its role covers other projections too.
     value_roles = ("value", "projection")
     presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": PAPER}
@@ -80,9 +77,8 @@ class MocOptions(MemoryOptions):
     router_z_loss_coef: float = option(0.001, "coefficient of the mean squared log-sum-exp of router logits")
     balance: Balance = option(
         "routed",
-        "the logits and the scale of the router's losses. routed: over the logits of routed chapters only, so that the load-balance "
-        "loss is k where chapters are chosen evenly; released: "
-        "over all logits, as the release has it, where probability on shared chapters hides that few routed ones are chosen",
+        "the logits of the router's losses. routed: those of routed chapters, so that the load-balance loss of an even choice is k; "
+        "released: all, as the release has it, where probability on shared chapters hides that few routed ones are chosen",
     )
     addressing: Addressing = option(
         "content",
@@ -116,9 +112,7 @@ class MocOptions(MemoryOptions):
             "norm_weight": DeclaredTensor((hidden,), "norm", ONES),
             "router_weight": DeclaredTensor((self.chapters, hidden), "router", Normal(_CHAPTER_STD)),
             "router_bias": DeclaredTensor((self.chapters,), "router", ZEROS),
-            "query_projection.weight": projection,
-            "key_projection.weight": projection,
-            "value_projection.weight": projection,
+            **{f"{name}_projection.weight": projection for name in ("query", "key", "value")},
             "output_projection.weight": DeclaredTensor((hidden, hidden), "projection", ZEROS),
         }
         return {**tensors, **self.bank(sizes)} if self.share == "none" else tensors

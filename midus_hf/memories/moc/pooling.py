@@ -50,9 +50,7 @@ class PaddedSegments(Segments):
 
     numbers: torch.Tensor  # [S], int64, the segment of each row; several rows may have one segment
     room: int  # L, tokens per row
-    places: (
-        torch.Tensor
-    )  # [B * T], int64, position of each token among the S * L; S * L for padding, which reads nothing
+    places: torch.Tensor  # [B * T], int64, of each token among the S * L; S * L for padding, which reads nothing
 
     def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
         flat = tokens.flatten(0, 1)
@@ -75,11 +73,11 @@ def padded(
     """Lay segments of consecutive tokens side by side, padded to equal length, unless it does not pay off.
 
     Args:
-        segment_of_token: `[B, T]`, int64, number of the segment that each token belongs to; -1 for padding.
+        segment_of_token: `[B, T]`, int64; -1 for padding.
         first_tokens: `[N]`, int64, position of each segment's first token among the B * T tokens.
         room: Largest number of tokens in a segment.
-        alike: `[B, T]`, bool, the tokens of segment 0, which need not be consecutive. Default: segment 0 is like all others.
-        alike_room: Largest number of tokens in segment 0, which gets as many rows as these tokens fill. Default: 0.
+        alike: `[B, T]`, bool, the tokens of segment 0 if they need not be consecutive. Default: None.
+        alike_room: Largest number of these tokens, which get as many rows as they fill. Default: 0.
         shrinks: Whether to shrink `room` to the longest segment, which waits for the device. Default: false.
     """
     flat = segment_of_token.flatten()
@@ -151,10 +149,8 @@ class ChunkSizes(NamedTuple):
 def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
     """Return the state of each token as a segment by itself, with the arguments of `pool_chunks`."""
     segment_of_token = torch.arange(states.shape[0] * states.shape[1], device=states.device).view(states.shape[:2])
-    counts = (
-        states.new_ones(segment_of_token.shape, dtype=torch.float32) if places.real is None else places.real.float()
-    )
-    return PooledStates(states.flatten(0, 1), EqualSegments(segment_of_token, 1), counts.flatten(), {})
+    counts = _real(states, places).float().flatten()
+    return PooledStates(states.flatten(0, 1), EqualSegments(segment_of_token, 1), counts, {})
 
 
 def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
@@ -181,9 +177,8 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
     sizes = torch.zeros(number, dtype=torch.int64, device=states.device)
     sizes = sizes.index_add(0, document.flatten(), real.long().flatten())
     pooled = real & ((position > 0) | (sizes[document] == 1))
-    sums = _zeros(states, (number, width)).index_add(
-        0, document.flatten(), (states.to(wide_dtype(states)) * pooled.unsqueeze(-1)).flatten(0, 1)
-    )
+    added = (states.to(wide_dtype(states)) * pooled.unsqueeze(-1)).flatten(0, 1)
+    sums = _zeros(states, (number, width)).index_add(0, document.flatten(), added)
     means = sums / (sizes - 1).clamp(min=1).unsqueeze(-1)
     segment_of_token = torch.where(real, document, -1)
     if torch.compiler.is_compiling():
@@ -197,22 +192,17 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
 
 
 def pool_chunks(
-    states: torch.Tensor,
-    places: TokenPlaces,
-    sizes: ChunkSizes,
-    kept: Mapping[str, torch.Tensor],
-    keeps: bool = True,
+    states: torch.Tensor, places: TokenPlaces, sizes: ChunkSizes, kept: Mapping[str, torch.Tensor], keeps: bool = True
 ) -> PooledStates:
     """Return each chunk's mean over its document's tokens before it; zero for the first chunk.
 
     All first chunks read the same chapters, so they form segment 0, unless a pass has one token per row. There is one segment per
-    later chunk; in a compiled graph, and for rows of one document, the largest possible number, which must not depend on the
-    contents of tensors. Sums are float32 at least.
+    later chunk; in a compiled graph, and for rows of one document, the largest possible number. Sums are float32 at least.
 
     Args:
         states: `[B, T, D]`, normalised and limited hidden states.
-        places: Padding and documents; the tokens of a row that are not padding must be consecutive.
-        sizes: Sizes of the chunks.
+        places: Padding and documents; a row's tokens that are not padding are consecutive.
+        sizes: Of the chunks.
         kept: Tensors that earlier passes of the sequence kept, per row: the `count` of tokens so far, the sum `total` of all these
             tokens except the first, and the sum of the tokens `before` the chunk that the next token belongs to.
         keeps: Whether to keep tensors for later passes. Default: true.
@@ -235,22 +225,14 @@ def pool_chunks(
     unguided = torch.arange(first_tokens.shape[0], device=states.device) == 0
     means = torch.where(unguided.unsqueeze(-1), 0, sums / (start - 1).clamp(min=1).unsqueeze(-1))
     chunk_of_token = torch.where(guided.flatten(), number, 0).view(real.shape)
-    counts = (
-        _zeros(states, (first_tokens.shape[0],))
-        .index_add(0, chunk_of_token.flatten(), real.to(wide_dtype(states)).flatten())
-        .float()
-    )
+    each = real.to(wide_dtype(states)).flatten()
+    counts = _zeros(states, (first_tokens.shape[0],)).index_add(0, chunk_of_token.flatten(), each).float()
     if places.starts is not None and torch.compiler.is_compiling():
         segments = Segments(chunk_of_token)
     else:
-        segments = padded(
-            torch.where(real, chunk_of_token, -1),
-            first_tokens,
-            min(sizes.size, real.shape[1]),
-            alike=real & ~guided,
-            alike_room=num_beginning,
-            shrinks=places.starts is not None,
-        )
+        rooms = {"room": min(sizes.size, real.shape[1]), "alike_room": num_beginning}
+        numbers, alike, shrinks = torch.where(real, chunk_of_token, -1), real & ~guided, places.starts is not None
+        segments = padded(numbers, first_tokens, **rooms, alike=alike, shrinks=shrinks)
     pooled = PooledStates(means, segments, counts, {})
     if not keeps:
         return pooled
@@ -351,8 +333,7 @@ def _positions(places: TokenPlaces, real: torch.Tensor, count: torch.Tensor | No
 
 def _marks(places: TokenPlaces, states: torch.Tensor) -> torch.Tensor:
     """Return whether a row or a document begins at each token, `[B, T]`."""
-    first = torch.arange(states.shape[1], device=states.device) == 0
-    first = first.expand(states.shape[:2])
+    first = (torch.arange(states.shape[1], device=states.device) == 0).expand(states.shape[:2])
     return first if places.starts is None else first | places.starts
 
 

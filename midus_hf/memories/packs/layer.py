@@ -238,8 +238,8 @@ class PacksService(BankService):
             kept.step = key, opened
         return opened
 
-    @staticmethod
-    def layer_arguments(value: Any, name: str, layer: int) -> Keywords:
+    @classmethod
+    def layer_arguments(cls, value: Any, name: str, layer: int) -> Keywords:
         return {"packs": value[name]}
 
     def prepare_inputs(self, inputs: Keywords, attention_mask: object) -> None:
