@@ -14,13 +14,8 @@ from midus_hf.memories.hierarchical.training import TrainedBank
 SIZES = ModelSizes(hidden_size=4, num_heads=2, intermediate_size=6, num_layers=2)
 SETTINGS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 # What each of five steps fetches, from a tree of three children a node; level 2 has no blocks.
-PATHS = [
-    [[0, 1, 5], [0, 1, 5]],
-    [[2, 7, 22], [0, 1, 4]],
-    [[-1, -1, -1], [0, 0, 0]],
-    [[0, 1, 5], [2, 7, 22]],
-    [[0, 2, 6]],
-]
+PATHS = [[[0, 1, 5], [0, 1, 5]], [[2, 7, 22], [0, 1, 4]], [[-1, -1, -1], [0, 0, 0]]]
+PATHS += [[[0, 1, 5], [2, 7, 22]], [[0, 2, 6]]]
 FETCHED = [{(1, 0), (3, 5)}, {(1, 2), (3, 22), (1, 0), (3, 4)}, {(1, -1), (3, -1), (1, 0), (3, 0)}]
 FETCHED += [{(1, 0), (3, 5), (1, 2), (3, 22)}, {(1, 0), (3, 6)}]
 EVERY = sorted(set().union(*FETCHED))

@@ -8,12 +8,10 @@ from transformers import AutoModelForCausalLM
 
 
 def loaded(folder: str | Path) -> Any:
-    """Return the model of a folder, in eval mode."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", trust_remote_code=True).eval()
 
 
 def logits_of(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the logits of a forward pass without gradients."""
     with torch.no_grad():
         return model(**inputs).logits
 

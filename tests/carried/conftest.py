@@ -6,5 +6,4 @@ from carried.example_checkpoints import checkpoint
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory) -> partial:
-    """Folders of checkpoints by family and method, read-only."""
     return partial(checkpoint, tmp_path_factory.mktemp("carried"))

@@ -17,11 +17,7 @@ TREE = {"sizes": [3, 0, 2], "branching": 3}
 # Methods with their options.
 METHODS: dict[str, dict[str, Any]] = {
     "engram": {"rows": 199, "width": 16, "hash_heads": 4},
-    "hier-ffn": TREE,
-    "hier-kv": TREE,
-    "hier-lora-ffn": TREE,
-    "hier-lora-qk": TREE,
-    "hier-lora-vo": TREE,
+    **dict.fromkeys(("hier-ffn", "hier-kv", "hier-lora-ffn", "hier-lora-qk", "hier-lora-vo"), TREE),
     "midus-hml": {"n": 8, "k": 2},
     "midus-linear": {"slots": 12, "k": 2},
     "midus-pkm": {"n": 8, "k": 2},
@@ -50,18 +46,9 @@ ALL_CASES = [(family, method) for family in NATIVE_FAMILIES for method in METHOD
 # Families with methods: by default every method with one family, the families in turn.
 CASES = [(family, method) for method, family in in_turn(METHODS, NATIVE_FAMILIES)]
 # Types that no table describes, with methods: linear attention, experts, latent attention, stacked projections, heads of two sizes.
-INFERRED = [
-    (model_type, method)
-    for model_type, method in (
-        ("qwen3_5_text", "moc"),
-        ("gpt_oss", "midus-hml"),
-        ("deepseek_v3", "hier-lora-ffn"),
-        ("phi3", "midus-hml"),
-        ("phi3", "hier-lora-qk"),
-        ("gemma4_text", "midus-hml"),
-    )
-    if model_type in CONFIG_MAPPING
-]
+INFERRED = [("qwen3_5_text", "moc"), ("gpt_oss", "midus-hml"), ("deepseek_v3", "hier-lora-ffn"), ("phi3", "midus-hml")]
+INFERRED += [("phi3", "hier-lora-qk"), ("gemma4_text", "midus-hml")]
+INFERRED = [case for case in INFERRED if case[0] in CONFIG_MAPPING]
 
 
 def checkpoint(root: Path, family: str, method: str) -> Path:

@@ -52,7 +52,6 @@ def source_of(folder: Path) -> str:
 
 
 def imports_of(source: str) -> set[str]:
-    """The packages that a source imports."""
     nodes = list(ast.walk(ast.parse(source)))
     assert not any(node.level for node in nodes if isinstance(node, ast.ImportFrom))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -198,23 +197,13 @@ def test_unknown_sites_and_types_are_refused(change, message, checkpoints):
 
 
 # The definitions that carried code has another of, ops aside.
-STANDS_FOR = {
-    name: f"midus_hf.{module}"
-    for module, names in {
-        "carried.module": ("write_code",),
-        "config.options": ("option", "read_options"),
-        "memories.decode_cache": ("decode_cache",),
-        "memories.hierarchical.bank": ("save_bank",),
-        "memories.hosting.layer": ("HostLayer", "MemoryBlock"),
-        "memories.module": ("check_layer",),
-        "memories.packs.glossary": ("Glossary",),
-        "memories.registry": (
-            *("check_entry", "check_memories", "check_place", "MEMORY_TYPES"),
-            *("register_memory", "register_layer", "layer_class", "memory_type"),
-        ),
-    }.items()
-    for name in names
-}
+OF_REGISTRY = ("check_entry", "check_memories", "check_place", "MEMORY_TYPES", "register_memory", "register_layer")
+STANDS_FOR = dict.fromkeys((*OF_REGISTRY, "layer_class", "memory_type"), "midus_hf.memories.registry")
+STANDS_FOR |= {"write_code": "midus_hf.carried.module", "save_bank": "midus_hf.memories.hierarchical.bank"}
+STANDS_FOR |= {"decode_cache": "midus_hf.memories.decode_cache", "check_layer": "midus_hf.memories.module"}
+STANDS_FOR |= dict.fromkeys(("option", "read_options"), "midus_hf.config.options")
+STANDS_FOR |= dict.fromkeys(("HostLayer", "MemoryBlock"), "midus_hf.memories.hosting.layer")
+STANDS_FOR |= {"Glossary": "midus_hf.memories.packs.glossary"}
 
 
 def test_stand_in_replaces_nothing_else():

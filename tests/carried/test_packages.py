@@ -28,43 +28,29 @@ def written(tmp_path, monkeypatch):
 
 SCALE = "def scale(x): return 2 * x\n"
 DOUBLED = "from of_others.aa import scale as doubled\ndef {}(x): return doubled(x)\n"
-# Sources by module, and what is said of them.
 TABLES = {"tables": "SIZE = 3\n"}
+TWICE = "from of_others.aa import doubled\ndef scale(x): return 3 * x\ndef apply(x): return scale(x) + doubled(x)\n"
+OTHER = "from of_others.bb import other\ndef doubled(x): return x + x\ndef apply(x): return doubled(x) + other(x)\n"
+NAMELESS = ["try: import json as fast\nexcept ImportError: fast = None", "NAMES = []\nNAMES += ['b']"]
+NAMELESS += ["TABLE = {}\nTABLE['a'] = 1", "for number in range(3): pass"]
+MODULES = ["from of_others import tables", "from . import tables", "import of_others.tables as tables"]
 # Sources by module, and what is said of them.
 REFUSALS = {
     "two definitions of one name": (
-        {
-            "aa": f"{SCALE}def doubled(x): return scale(x)\n",
-            "zz": "from of_others.aa import doubled\ndef scale(x): return 3 * x\ndef apply(x): return scale(x) + doubled(x)\n",
-        },
+        {"aa": f"{SCALE}def doubled(x): return scale(x)\n", "zz": TWICE},
         r"of_others\.aa and of_others\.zz both define scale",
     ),
     "a name that another definition has as another name": (
-        {
-            "aa": SCALE,
-            "bb": DOUBLED.format("other"),
-            "zz": "from of_others.bb import other\ndef doubled(x): return x + x\ndef apply(x): return doubled(x) + other(x)\n",
-        },
+        {"aa": SCALE, "bb": DOUBLED.format("other"), "zz": OTHER},
         r"of_others\.zz and of_others\.aa both define doubled",
     ),
-    **{
-        f"statement without a name: {statement}": (
-            {"zz": f"{statement}\ndef apply(x): return x\n"},
-            "neither an import, nor a call, nor the only definition of a name",
-        )
-        for statement in (
-            "try: import json as fast\nexcept ImportError: fast = None",
-            *("NAMES = []\nNAMES += ['b']", "TABLE = {}\nTABLE['a'] = 1", "for number in range(3): pass"),
-        )
-    },
-    **{
-        f"imported module: {form}": (
-            {**TABLES, "zz": f"{form}\ndef apply(): return tables.SIZE\n"},
-            r"of_others\.zz reads tables, .* Import names from",
-        )
-        for form in ("from of_others import tables", "from . import tables", "import of_others.tables as tables")
-    },
 }
+for each in NAMELESS:
+    sources = {"zz": f"{each}\ndef apply(x): return x\n"}
+    REFUSALS[each] = (sources, "neither an import, nor a call, nor the only definition of a name")
+for each in MODULES:
+    sources = {**TABLES, "zz": f"{each}\ndef apply(): return tables.SIZE\n"}
+    REFUSALS[each] = (sources, r"of_others\.zz reads tables, .* Import names from")
 
 
 @pytest.mark.parametrize("case", REFUSALS)
@@ -74,25 +60,19 @@ def test_inexact_copies_are_refused(case, written):
         written("zz.apply", **sources)
 
 
+LOCAL = (
+    "from of_others.aa import scale\ndef added(scale): return scale + 1\ndef apply(x): return added(x) + scale(x)\n"
+)
+FORMS = {"tables": "SIZE = 3\nUNUSED = 4\n", "more": "from .tables import SIZE\ndef size(): return SIZE\n"}
+FORMS["zz"] = (
+    "from of_others.more import size\nfrom .tables import SIZE as AGAIN\ndef apply(x): return size() + AGAIN\n"
+)
 # Sources by module, and the value for 1.
 COMPUTE = {
-    "a variable with the name of a definition": (
-        {
-            "aa": SCALE,
-            "zz": "from of_others.aa import scale\ndef added(scale): return scale + 1\ndef apply(x): return added(x) + scale(x)\n",
-        },
-        4,
-    ),
+    "a variable with the name of a definition": ({"aa": SCALE, "zz": LOCAL}, 4),
     "imported under another name": ({"aa": SCALE, "zz": DOUBLED.format("apply")}, 2),
     "named like a stand-in": ({"zz": "def module_of(x): return x + 1\ndef apply(x): return module_of(x)\n"}, 2),
-    "either form of import": (
-        {
-            "tables": "SIZE = 3\nUNUSED = 4\n",
-            "more": "from .tables import SIZE\ndef size(): return SIZE\n",
-            "zz": "from of_others.more import size\nfrom .tables import SIZE as AGAIN\ndef apply(x): return size() + AGAIN\n",
-        },
-        6,
-    ),
+    "either form of import": (FORMS, 6),
 }
 
 

@@ -70,7 +70,6 @@ def isolated(folder) -> dict[str, Any]:
 
 
 def command(package_present: bool, *arguments: str) -> list[str]:
-    """The command line `transformers ARGUMENTS`, with or without this project."""
     start = "import runpy; runpy.run_module('transformers.cli.transformers', run_name='__main__')"
     return [sys.executable, "-c", f"{'' if package_present else BLOCK_IMPORTS}\n{start}", *arguments]
 

@@ -121,7 +121,6 @@ def without_the_package(request: Any, folder: Path, program: str, file: str) -> 
 
 @pytest.fixture(scope="module")
 def found(request, folder) -> dict[str, Any]:
-    """What a process without the package found of each case, which it saved again."""
     return without_the_package(request, folder, _RUN, "found.pt")
 
 
@@ -142,7 +141,6 @@ def pickle_by_value(checkpoint: Path, path: Path) -> None:
 
 
 def with_the_package(folder: Path) -> Any:
-    """Return a folder's model in this process, whose classes are the package's."""
     model = computing.loaded(folder)
     assert type(model).__module__.startswith("midus_hf.")
     return model

@@ -25,7 +25,6 @@ def rows(*lengths: int) -> TextRows:
 
 
 def read(model: Any, text: TextRows, batch_size: int = 4) -> list[DepthReading]:
-    """What a model reads of the depth while it reads a text."""
     with record_depth(model) as readings:
         row_losses(model, text, batch_size=batch_size)
     return readings

@@ -48,11 +48,8 @@ def test_unfound_spellings_and_containing_names_are_listed():
     rows = {row["entry"]: row for row in check_glossary(model)}
     merlin, cache, unit = (rows[name] for name in NAMES_OF)
     assert merlin["not_found"] == "nacl (lower case), NACL (capitals)"
-    assert [row["also_with"] for row in (merlin, cache, unit)] == [
-        "an s",
-        "other separators, an s",
-        "other separators",
-    ]
+    also = ["an s", "other separators, an s", "other separators"]
+    assert [row["also_with"] for row in (merlin, cache, unit)] == also
     assert merlin["within"] == "Merlin cache" and cache["within"] == ""
     # The tiny tokenizer has no token for a no-break space.
     assert cache["not_found"] == "Merlin\u00a0cache (no-break spaces)"
@@ -62,11 +59,8 @@ def test_unfound_spellings_and_containing_names_are_listed():
 @pytest.mark.parametrize("batch_size", [5, 36])
 def test_a_value_is_right_if_it_is_the_likeliest_token(batch_size):
     """A text that states every digit and capital after one beginning: the one that a model's likeliest token is comes back."""
-    signs, tokenizer, base = (
-        string.digits + string.ascii_uppercase,
-        tiny_tokenizer(),
-        tiny_model("llama", torch.float32),
-    )
+    signs, tokenizer = string.digits + string.ascii_uppercase, tiny_tokenizer()
+    base = tiny_model("llama", torch.float32)
     entries = [Entry((name,), " ".join(f"{name} ${sign}." for sign in signs)) for name in NAMES]
     model = pack_model("llama", torch.float32, entries)
 
@@ -107,11 +101,8 @@ def folder(tmp_path_factory):
 
 def test_status_is_1_if_fewer_values_are_right_than_asked(folder, capsys, tmp_path):
     assert look(["glossary", str(folder / "model"), "--at-least", "1", "--output", str(tmp_path / "all.csv")]) == 1
-    said = capsys.readouterr()
-    assert (
-        said.err.splitlines()[-1]
-        == "midus look glossary: 0.0% of the values come back; expected at least 100.0% (--at-least)."
-    )
+    said, message = capsys.readouterr(), "0.0% of the values come back; expected at least 100.0% (--at-least)."
+    assert said.err.splitlines()[-1] == f"midus look glossary: {message}"
     assert "the entries' own sentences" in said.out and "--questions" in said.out
     assert "0 of 3 values come back with packs" in said.out and "no capitalised word: 1." in said.out
     rows = list(csv.DictReader((tmp_path / "all.csv").open()))
@@ -143,10 +134,8 @@ def test_questions_are_asked_with_packs_without_and_after_texts(folder, capsys, 
     path = write_rows(tmp_path / "questions.jsonl", rows)
     words = ["glossary", str(folder / "model"), "--questions", str(path)]
     assert look([*words, "--at-least", "0.5", "--output", str(tmp_path / "all.csv")]) == 1
-    printed = capsys.readouterr()
-    assert printed.err.splitlines()[-1].endswith(
-        "33.3% of the answers are right; expected at least 50.0% (--at-least)."
-    )
+    printed, message = capsys.readouterr(), "33.3% of the answers are right; expected at least 50.0% (--at-least)."
+    assert printed.err.splitlines()[-1].endswith(message)
     assert "1 of 3 answers are right with packs, 1 without, 1 with the text in front." in printed.out
     written = list(csv.DictReader((tmp_path / "all.csv").open()))
     assert {row["said"] for row in written} == {said["right"]} and written[-1]["right"] == "True"
@@ -180,23 +169,15 @@ def test_no_share_is_reached_without_values(name, folder, capsys, tmp_path):
     delete_entries(EditRequest(folder / "model", tmp_path / "model"), [each for each in NAMES_OF if each != name])
     assert look(["glossary", str(tmp_path / "model"), "--at-least", "0"]) == 1
     said = (
-        "the texts state no number and no capitalised word, so nothing was measured; expected a value for --at-least."
+        "midus look glossary: the texts state no number and no capitalised word, so nothing was measured; expected a"
     )
-    assert capsys.readouterr().err.splitlines()[-1] == f"midus look glossary: {said}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"{said} value for --at-least."
     assert look(["glossary", str(tmp_path / "model"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["share"] is None
 
 
 def test_the_table_has_the_worst_entries():
-    row = {
-        "values": 1,
-        "right": 0,
-        "without": 0,
-        "front": 0,
-        "lost": "",
-        "not_found": "",
-        "also_with": "",
-        "within": "",
-    }
+    row = {"values": 1, **dict.fromkeys(("right", "without", "front"), 0)}
+    row |= dict.fromkeys(("lost", "not_found", "also_with", "within"), "")
     table = glossary_table([{"entry": str(number), **row} for number in range(32)])
     assert len(table.rows) == 30 and "2 more in --output FILE.csv" in table.title

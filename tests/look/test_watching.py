@@ -19,8 +19,6 @@ ROW = prompt(5, 1)
 
 
 class Watch(NamedTuple):
-    """A way to watch models."""
-
     model: Callable[[Any], Any]  # made in a folder
     record: Callable[[Any], Any]
     tokens: Callable[[Any], set[float]]  # that each memory was seen to read

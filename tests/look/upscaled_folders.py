@@ -19,14 +19,9 @@ from midus_hf.topics.tree import TreeOrigin
 from upscalers.runs.upscale import upscale
 
 # Methods that start at the base, and small options of each.
-METHODS: dict[str, dict[str, Any]] = {
-    "midus-hml": {"n": 4, "k": 2},
-    "midus-pkm": {"n": 4, "k": 2},
-    "moc": {"memory_tokens": 24, "chapters": 6, "k": 2, "layers": [0, 2], "share": "all"},
-    "ultramem-v2": {"n": 4, "k": 2},
-    "moda": {},
-    "llama-pro": {},
-}
+METHODS: dict[str, dict[str, Any]] = {"moda": {}, "llama-pro": {}}
+METHODS |= {name: {"n": 4, "k": 2} for name in ("midus-hml", "midus-pkm", "ultramem-v2")}
+METHODS["moc"] = {"memory_tokens": 24, "chapters": 6, "k": 2, "layers": [0, 2], "share": "all"}
 
 
 _folders = tempfile.TemporaryDirectory(prefix="upscaled-")
@@ -56,7 +51,6 @@ def saved_with_bank(base: Path, folder: Path) -> SimpleNamespace:
 
 
 def loaded(folder: Path) -> PreTrainedModel:
-    """The model of a folder, in eval mode."""
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 

@@ -42,7 +42,6 @@ def acting(memory: Any, seed: int = 0) -> Any:
 
 
 def read_by(memory: Any, batch: int = 2, tokens: int = 7, seed: int = 1) -> torch.Tensor:
-    """Return what a memory may read, `[B, T, D]`, in its dtype."""
     read = torch.randn(
         batch, tokens, memory.num_heads * memory.query_width, generator=torch.Generator().manual_seed(seed)
     )

@@ -34,13 +34,11 @@ def layer(**options: Any) -> MocMemory:
 
 
 def states(batch: int = 2, tokens: int = 8, seed: int = 1) -> torch.Tensor:
-    """Hidden states `[B, T, D]` that want a gradient."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, tokens, WIDTH, dtype=torch.float64, generator=generator, requires_grad=True)
 
 
 def places_of(mask: list[list[int]]) -> TokenPlaces:
-    """The places of tokens under a mask, as a model finds them."""
     return TokenPlaces(torch.tensor(mask, dtype=torch.bool))
 
 
@@ -107,7 +105,6 @@ def read_by_loops(memory: MocMemory, state: torch.Tensor, pooled: torch.Tensor) 
 
 
 def assert_reads(output: torch.Tensor, reads: dict[tuple[int, int], Read]) -> None:
-    """A layer gave each token what the loops read for it."""
     assert reads
     for (row, index), read in reads.items():
         torch.testing.assert_close(output[row, index], read.added, rtol=1e-9, atol=1e-10)

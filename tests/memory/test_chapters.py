@@ -13,7 +13,6 @@ ROUTINGS = ("chunk", "token", "sequence")
 
 
 def check(memory, hidden_states):
-    """A layer gives the output and the gradients of the loops."""
     output, reads = memory(hidden_states), by_loops(memory, hidden_states)
     assert_reads(output, reads)
     expected = torch.stack([reads[key].added for key in sorted(reads)]).view_as(output)
@@ -21,14 +20,7 @@ def check(memory, hidden_states):
     torch.testing.assert_close(gradients_of(output, wanted), gradients_of(expected, wanted), rtol=1e-8, atol=1e-9)
 
 
-OPTIONS = [
-    {"shared_chapters": 0},
-    {"shared_chapters": 2},
-    {"shared_chapters": 6},
-    {"k": 7},
-    {"k": 1},
-    {"chunk_size": 64},
-]
+OPTIONS = [*({"shared_chapters": number} for number in (0, 2, 6)), {"k": 7}, {"k": 1}, {"chunk_size": 64}]
 OPTIONS += [{"routed_scale": 0.5}, {"chapters": 16}, {"chapters": 1, "shared_chapters": 0, "k": 1}]
 
 

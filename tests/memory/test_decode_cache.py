@@ -82,7 +82,6 @@ def assert_close(actual, expected, is_exact=False):
 
 
 def is_cached(memory: Any) -> bool:
-    """Whether a memory has tensors that it derived from its weights."""
     return memory.decode_cache is not None and memory.decode_cache.is_open
 
 

@@ -25,10 +25,7 @@ WRONG_ROWS = [
     ({"name": "a", "text": "x", "exact": "true"}, "exact = 'true'; expected true or false"),
     ({"name": "a; b", "text": "x"}, "'a; b'; did you mean several names? Expected a list"),
     ({"name": '["a", "b"]', "text": "x"}, "did you mean several names?"),
-    (
-        {"name": "a\x00b", "text": "x"},
-        "the name 'a\\x00b', which no text can have; expected characters that are seen.",
-    ),
+    ({"name": "a\x00b", "text": "x"}, "the name 'a\\x00b', which no text can have; expected characters that"),
     ({"name": "\u200b", "text": "x"}, "which no text can have"),
     ({"name": "a\udc80b", "text": "x"}, "which no text can have"),
     ({"name": "a", "text": "x\ud800"}, "'x\\ud800', with half a character; expected whole ones. Write it again"),

@@ -9,30 +9,16 @@ from torch.nn import functional as F
 
 from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.hierarchical.bank import FetchedBatch
-from midus_hf.memories.hierarchical.options import (
-    BankLayout,
-    HierFFNOptions,
-    HierKVOptions,
-    HierLoraFFNOptions,
-    HierLoraQKOptions,
-    HierLoraVOOptions,
-    block_layouts,
-)
+from midus_hf.memories.hierarchical.options import BankLayout, block_layouts
 from midus_hf.memories.module import build_memory
-from midus_hf.memories.registry import read_memories
+from midus_hf.memories.registry import MEMORY_TYPES, read_memories
 from midus_hf.ops import op_choices
 from midus_hf.ops.block_linear import block_linear
 
 SIZES = ModelSizes(hidden_size=12, num_heads=6, head_dim=4, num_key_value_heads=2, intermediate_size=10, num_layers=4)
 GEGLU = dataclasses.replace(SIZES, activation="gelu_pytorch_tanh")
 LAYERS = (1, 3)
-TYPES = {
-    "hier-ffn": HierFFNOptions,
-    "hier-lora-qk": HierLoraQKOptions,
-    "hier-lora-vo": HierLoraVOOptions,
-    "hier-lora-ffn": HierLoraFFNOptions,
-    "hier-kv": HierKVOptions,
-}
+TYPES = {kind: options for kind, options in MEMORY_TYPES.items() if kind.startswith("hier-")}
 WIDTHS = {
     "hier-lora-qk": {"query": (12, 24), "key": (12, 8)},
     "hier-lora-vo": {"value": (12, 8), "output_projection": (24, 12)},
@@ -76,7 +62,6 @@ PROJECTIONS = [(kind, role) for kind, roles in WIDTHS.items() for role in roles]
 
 
 def blocks_of_row(fetched, layer, row):
-    """The tensors of each level that a row has, by name."""
     for level in fetched.blocks_for(layer).levels:
         block = level.blocks[row].item()
         yield {name: tensor[block] for name, tensor in level.tensors.items()}

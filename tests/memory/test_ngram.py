@@ -42,7 +42,6 @@ def tables_of(memory, step=2):
 
 
 def rows_of(memory, ids, tables=None):
-    """Return the rows that each token of whole sequences reads."""
     return memory.rows_read(memory.numbers_of(ids, tables or {}, TokenPlaces()), tables or {})
 
 

@@ -23,7 +23,6 @@ def engine(monkeypatch):
 
 
 def filled_in_vllm(options):
-    """Return the memory of `filled` as it is in vLLM."""
     memory = build_memory(EngramOptions(**options), SIZES, attention="vllm").double()
     memory.load_state_dict(filled(options).state_dict())
     return memory
@@ -45,12 +44,8 @@ def test_parts_of_prompts_read_earlier_tokens(options, engine):
     expected, served = run(filled(options)), filled_in_vllm(options)
     assert type(served) is PagedEngramMemory
     outputs = [[], []]
-    passes = [
-        [(0, FIRST, 0, 5)],
-        [(0, FIRST, 5, 6), (1, SECOND, 0, 7)],
-        [(1, SECOND, 7, 8), (0, FIRST, 6, 12)],
-        [(1, SECOND, 8, 12)],
-    ]
+    passes = [[(0, FIRST, 0, 5)], [(0, FIRST, 5, 6), (1, SECOND, 0, 7)]]
+    passes += [[(1, SECOND, 7, 8), (0, FIRST, 6, 12)], [(1, SECOND, 8, 12)]]
     for number, parts in enumerate(passes):
         output = run_parts(engine, served, parts, padding=number).split([end - first for *_, first, end in parts])
         for (row, *_), each in zip(parts, output, strict=True):

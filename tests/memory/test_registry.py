@@ -72,8 +72,6 @@ class Strange(MemoryModule):
 
 
 class Secretive(Strange):
-    """Registers a buffer that its options do not declare."""
-
     def __init__(self, options, sizes):
         super().__init__(options, sizes)
         self.register_buffer("hidden_table", torch.zeros(2))

@@ -26,7 +26,6 @@ def test_router_losses_sum_in_float32_and_ignore_padding(loss):
 
 
 def told(memory, hidden_states, **inputs):
-    """What a layer tells of its router: logits and loss."""
     reports = RouterReports(needs_gradient=True)
     memory(hidden_states, report=partial(reports.store, "chapters", 0), **inputs)
     (logits,) = reports.logits()

@@ -103,7 +103,6 @@ def tokenizer_of(name: str, kind: str) -> PreTrainedTokenizerFast:
 
 
 def ids_of(tokenizer, chat, said="", **arguments):
-    """The ids of a chat and of what the answer says so far."""
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments) + said
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 

@@ -43,7 +43,6 @@ def in_c(request) -> None:
 
 @pytest.fixture
 def threads():
-    """Sets how many there are, for the length of a test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

@@ -44,7 +44,6 @@ def each_body(names: Iterable[str], bodies: Sequence[str]) -> Any:
 
 
 def fixtures_of(*bodies: str) -> tuple[Any, ...]:
-    """Return the fixtures `case`, `gathering`, `scoring` and `batched` of bodies."""
     return tuple(each_body(names, bodies) for names in (OPS, GATHERINGS, SCORINGS, BATCHED))
 
 

@@ -19,8 +19,6 @@ Arguments = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class OpCase:
-    """One row of the table."""
-
     make: Callable[..., Arguments]  # arguments by name; gradients flow to all that are floating point
     call: Callable[..., torch.Tensor]  # the differentiable output of arguments, by a body
     bodies: tuple[str, ...]  # in addition to `"reference"`
@@ -45,7 +43,6 @@ class OpCase:
     options: tuple[str, ...] = ("k", "softcap")  # arguments of a call that are not tensors
 
     def made(self, size: str, **changes: Any) -> tuple[Arguments, dict[str, Any]]:
-        """Return arguments of a size, by its name, and options of the call."""
         options = {name: value for name, value in self.sizes[size].items() if name in self.options}
         sizes = {name: value for name, value in self.sizes[size].items() if name not in options}
         return self.make(**sizes, **changes), options
@@ -157,106 +154,68 @@ def depth_outputs(arguments: Arguments, backend: str, softcap: float | None = 2.
     return torch.cat([read.to(lse.dtype), lse.unsqueeze(-1)], dim=-1)
 
 
-GATHERED = {
-    "one": {"tokens": 1, "m": 1, "rows": 1, "width": 1},
-    "small": {},
-    "wider-than-a-segment": {"tokens": 13, "m": 37, "rows": 50, "width": 300},
-    "few-rows": {"tokens": 200, "m": 4, "rows": 3, "width": 16},
-    "many-rows": {"tokens": 2, "m": 1, "rows": 5000, "width": 3},
-    "half-a-vector": {"tokens": 90, "m": 7, "rows": 40, "width": 37},
-    "vectors": {"tokens": 20, "m": 7, "rows": 40, "width": 64},
-}
-LOOKED_UP = {
-    "one": {"tokens": 1, "heads": 1, "half": 1, "n": 1, "width": 1},
-    "small": {"tokens": 37, "n": 8, "width": 12},
-    "n-64": {"tokens": 33, "heads": 2, "n": 64, "width": 16, "k": 1},
-    "many-heads": {"tokens": 17, "heads": 9, "half": 32, "width": 64},
-    "n-33": {"tokens": 20, "heads": 2, "half": 48, "n": 33, "width": 96},
-    "n-40": {"tokens": 9, "heads": 2, "half": 10, "n": 40, "width": 133, "k": 32},
-    "n-7": {"tokens": 20, "heads": 2, "half": 8, "n": 7, "width": 9, "k": 5},
-    "widest": {"tokens": 5, "heads": 1, "half": 128, "n": 16, "width": 256, "k": 8},
-    "n-300": {"tokens": 6, "heads": 2, "half": 4, "n": 300, "width": 8},
-    "five-keys": {"tokens": 70, "heads": 10, "half": 4, "n": 5, "width": 3},
-    "many-scores": {"tokens": 350, "half": 2, "n": 5, "width": 3},
-}
-KEYED = {
-    "small": {},
-    "no-mask": {"tokens": 64, "heads": 2, "half": 32, "n": 64},
-    "widest": {"tokens": 5, "heads": 1, "half": 128, "n": 16},
-    "n-33": {"heads": 2, "half": 48, "n": 33, "k": 32},
-    "one-slot": {"tokens": 33, "k": 1},
-    "n-100": {"tokens": 17, "heads": 2, "half": 33, "n": 100, "k": 7},
-    "all-keys": {"tokens": 70, "heads": 2, "half": 4, "n": 5, "k": 5},
-    "n-128": {"tokens": 1, "heads": 2, "n": 128, "k": 8},
-    "n-300": {"tokens": 5, "heads": 1, "half": 16, "n": 300, "k": 9},
-    "many-tokens": {"tokens": 300, "half": 33, "n": 64},
-}
-OPENED = {
-    "small": {},
-    **{
-        name: dict(zip(("tokens", "chosen", "heads", "width", "chapters", "memory"), numbers, strict=True))
-        for name, numbers in {
-            "one-token": (1, 3, 2, 8, 4, 5),
-            "several-segments": (33, 1, 3, 20, 3, 70),
-            "all-chapters": (150, 2, 4, 32, 2, 33),
-            "few-are-read": (5, 4, 2, 80, 30, 3),
-            "widest": (20, 2, 2, 256, 3, 40),
-            "ones": (65, 1, 1, 1, 1, 2),
-        }.items()
-    },
-}
-STACKED = {
-    "small": {"softcap": 2.0},
-    "one": {"tokens": 1, "texts": 1, "group": 1, "kv_heads": 1, "slots": 1},
-    "odd-sizes": {"group": 3, "width": 20},
-    "no-texts": {"texts": 0},
-    "no-tokens": {"tokens": 0},
-    "many-slots": {"slots": 20, "tokens": 3, "softcap": None},
-    **{
-        name: dict(zip(("group", "width", "slots", "tokens", "softcap"), numbers, strict=True))
-        for name, numbers in {
-            "slots-of-two-blocks": (1, 96, 33, 5, 2.0),
-            "one-slot": (2, 80, 1, 7, 2.0),
-            "widest": (7, 256, 5, 3, 2.0),
-            "eight-heads": (8, 80, 5, 3, 2.0),
-            "five-heads": (5, 20, 33, 3, None),
-            "more-heads-than-a-block": (17, 16, 5, 3, None),
-            "most-heads": (64, 1, 3, 1, None),
-            "no-mask": (6, 128, 33, 3, None),
-        }.items()
-    },
-    **{f"{slots}-slots": {"slots": slots, "tokens": 1, "texts": 1, "kv_heads": 1} for slots in (255, 300, 512)},
-}
+def sized(names: str, rows: str) -> dict[str, dict[str, Any]]:
+    """Return sizes by name, of rows such as `small 1 2` and names for their numbers."""
+    named = [(name, map(int, numbers)) for name, *numbers in map(str.split, rows.split(";"))]
+    return {name: dict(zip(names.split(), numbers, strict=True)) for name, numbers in named}
+
+
+GATHERED = sized(
+    "tokens m rows width",
+    "one 1 1 1 1; small 30 12 9 20; wider-than-a-segment 13 37 50 300; few-rows 200 4 3 16; many-rows 2 1 5000 3; "
+    "half-a-vector 90 7 40 37; vectors 20 7 40 64",
+)
+LOOKED_UP = sized(
+    "tokens heads half n width k",
+    "one 1 1 1 1 1 4; small 37 3 8 8 12 4; n-64 33 2 8 64 16 1; many-heads 17 9 32 12 64 4; n-33 20 2 48 33 96 4; "
+    "n-40 9 2 10 40 133 32; n-7 20 2 8 7 9 5; widest 5 1 128 16 256 8; n-300 6 2 4 300 8 4; five-keys 70 10 4 5 3 4; "
+    "many-scores 350 3 2 5 3 4",
+)
+KEYED = sized(
+    "tokens heads half n k",
+    "small 20 3 8 12 4; no-mask 64 2 32 64 4; widest 5 1 128 16 4; n-33 20 2 48 33 32; one-slot 33 3 8 12 1; "
+    "n-100 17 2 33 100 7; all-keys 70 2 4 5 5; n-128 1 2 8 128 8; n-300 5 1 16 300 9; many-tokens 300 3 33 64 4",
+)
+OPENED = sized(
+    "tokens chosen heads width chapters memory",
+    "small 37 2 4 16 3 8; one-token 1 3 2 8 4 5; several-segments 33 1 3 20 3 70; all-chapters 150 2 4 32 2 33; "
+    "few-are-read 5 4 2 80 30 3; widest 20 2 2 256 3 40; ones 65 1 1 1 1 2",
+)
+STACKED = sized(
+    "texts tokens group kv_heads width slots",
+    "small 2 5 2 2 16 3; one 1 1 1 1 16 1; odd-sizes 2 5 3 2 20 3; no-texts 0 5 2 2 16 3; no-tokens 2 0 2 2 16 3; "
+    "many-slots 2 3 2 2 16 20; slots-of-two-blocks 2 5 1 2 96 33; one-slot 2 7 2 2 80 1; widest 2 3 7 2 256 5; "
+    "eight-heads 2 3 8 2 80 5; five-heads 2 3 5 2 20 33; more-heads-than-a-block 2 3 17 2 16 5; most-heads 2 1 64 2 1 3; "
+    "no-mask 2 3 6 2 128 33; 255-slots 1 1 2 1 16 255; 300-slots 1 1 2 1 16 300; 512-slots 1 1 2 1 16 512",
+)
+UNCAPPED = ("many-slots", "five-heads", "more-heads-than-a-block", "most-heads", "no-mask")
+STACKED = {name: sizes | {"softcap": None if name in UNCAPPED else 2.0} for name, sizes in STACKED.items()}
 # A bank per head is another stride, and transforms are a matrix product around kernels.
 OF_SHARED_KERNELS = ("one", "small", "many-heads", "n-40", "five-keys")
 QUERIES_OF_MEMORY = ("small", "n-64", "n-300", "many-scores")
 ALL = ("torch", "native", "triton")
+
+
+def calls(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda arguments, backend, **options: op(**arguments, backend=backend, **options)
+
+
+def registers(op: Any, *more: Any) -> Callable[[Arguments, str], tuple[Any, tuple]]:
+    return lambda arguments, body: (op, (*arguments.values(), *more, body))
+
+
 OPS = {
     "weighted gather": OpCase(
-        gathered,
-        lambda arguments, backend, **options: weighted_gather(**arguments, backend=backend, **options),
-        ALL,
-        GATHERED,
-        lambda arguments, body: (weighted_gather_op, (*arguments.values(), body)),
-        "weighted_gather",
+        gathered, calls(weighted_gather), ALL, GATHERED, registers(weighted_gather_op), "weighted_gather"
     ),
     "gathered products": OpCase(
-        multiplied,
-        lambda arguments, backend, **options: gathered_products(**arguments, backend=backend, **options),
-        ALL,
-        GATHERED,
-        lambda arguments, body: (gathered_products_op, (*arguments.values(), body)),
-        "gathered_products",
+        *(multiplied, calls(gathered_products), ALL, GATHERED, registers(gathered_products_op), "gathered_products"),
         wide=("output",),
     ),
     "product keys": OpCase(
         keyed,
         lambda arguments, backend, k=4: product_key_topk(*arguments.values(), k, backend=backend)[0],
-        ALL,
-        KEYED,
-        registered=lambda arguments, body: (product_key_scores_op, (*arguments.values(), 4, body)),
-        node="product_key_scores",
-        unregistered=("torch",),
+        *(ALL, KEYED, registers(product_key_scores_op, 4), "product_key_scores", ("torch",)),
         wide=("output",),
         exact=("output",),
         entry=(product_key_topk, "product_key_scores_op"),
@@ -265,15 +224,8 @@ OPS = {
     ),
     **{
         f"head-wise memory, {name}": OpCase(
-            lambda given=given, **sizes: looked_up(**given, **sizes),
-            memory,
-            ALL,
-            LOOKED_UP,
-            lambda arguments, body: (
-                headwise_lookup_op,
-                (*arguments.values(), *(None,) * (6 - len(arguments)), 4, body),
-            ),
-            "headwise_lookup",
+            *(lambda given=given, **sizes: looked_up(**given, **sizes), memory, ALL, LOOKED_UP),
+            *(registers(headwise_lookup_op, *[None] * (1 if "transform" in given else 2), 4), "headwise_lookup"),
             narrows=True,
             entry=(headwise_memory, "headwise_lookup_op"),
             never_direct=("torch",),
@@ -287,40 +239,24 @@ OPS = {
         )
     },
     "chapters": OpCase(
-        opened,
-        attended,
-        ("torch", "triton"),
-        OPENED,
-        lambda arguments, body: (chapter_blocks_op, block_arguments_from(arguments)),
-        "chapter_blocks",
-        unregistered=("torch",),
+        *(opened, attended, ("torch", "triton"), OPENED),
+        *(lambda arguments, body: (chapter_blocks_op, block_arguments_from(arguments)), "chapter_blocks", ("torch",)),
         wide=("scales",),
         around=True,
     ),
     "chapters in segments": OpCase(
-        in_segments,
-        attended,
-        ("torch",),
+        *(in_segments, attended, ("torch",)),
         {"small": {}, "odd-sizes": {"tokens": 32, "heads": 3, "width": 20}},
         wide=("scales",),
         unregistered=("torch",),
     ),
     "depth": OpCase(
-        stacked,
-        depth_outputs,
-        ("torch", "triton"),
-        STACKED,
-        registered=lambda arguments, body: (
-            depth_attention_op,
-            (arguments["query"], *depth_slots(arguments), 0.3, 2.0),
-        ),
-        tokens_of_kernels=5,
-        node="depth_attention",
-        unregistered=("torch",),
-        wide=("output", "sums"),
-        exact=("sums",),
+        *(stacked, depth_outputs, ("torch", "triton"), STACKED),
+        lambda arguments, body: (depth_attention_op, (arguments["query"], *depth_slots(arguments), 0.3, 2.0)),
+        *("depth_attention", ("torch",), ("output", "sums"), ("sums",)),
         sums=True,
         narrows=True,
+        tokens_of_kernels=5,
         query_sizes=("small", "many-slots"),
     ),
 }

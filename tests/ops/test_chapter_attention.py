@@ -13,7 +13,6 @@ WANTED = ("query", "keys", "values", "scales")
 
 @pytest.fixture(params=BODIES)
 def body(request, monkeypatch) -> str:
-    """Each body in turn, whatever the length of segments."""
     if request.param != "reference":
         monkeypatch.setattr(op, "_MIN_TOGETHER", 1 if request.param == "gathered" else 1 << 30)
     return request.param
@@ -30,7 +29,6 @@ def gradients(output: torch.Tensor, arguments: dict[str, torch.Tensor]) -> dict[
 
 
 def check(arguments: dict[str, torch.Tensor], body: str) -> None:
-    """Output and gradients of a body are those of the loops."""
     output, expected = chapter_attention(**arguments, backend=backend_of(body)), by_loops(**arguments)
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-11)
     expected_gradients = gradients(expected, arguments)
@@ -40,15 +38,8 @@ def check(arguments: dict[str, torch.Tensor], body: str) -> None:
         )
 
 
-SHAPES = [
-    {},
-    {"segments": 1, "length": 6},
-    {"segments": 12, "length": 1},
-    {"chosen": 1},
-    {"chosen": CHAPTERS},
-    {"heads": 3},
-]
-SHAPES += [{"segments": 35, "length": 1, "heads": 1}, {"segments": 2, "length": 17, "heads": 1}]
+SHAPES = [{}, {"segments": 1, "length": 6}, {"segments": 12, "length": 1}, {"chosen": 1}, {"chosen": CHAPTERS}]
+SHAPES += [{"heads": 3}, {"segments": 35, "length": 1, "heads": 1}, {"segments": 2, "length": 17, "heads": 1}]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -18,12 +18,8 @@ def given(dtype=torch.float64, tokens=(2, 3)):
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    return {
-        "bank": normal(ROWS, WIDTH).to(dtype),
-        "slots": torch.randint(1, ROWS, (*tokens, M), generator=generator),
-        "weights": normal(*tokens, M),
-        "vectors": normal(*tokens, WIDTH).to(dtype),
-    }
+    made = {"bank": normal(ROWS, WIDTH).to(dtype), "slots": torch.randint(1, ROWS, (*tokens, M), generator=generator)}
+    return made | {"weights": normal(*tokens, M), "vectors": normal(*tokens, WIDTH).to(dtype)}
 
 
 def called(name, made, backend="auto"):
@@ -34,7 +30,6 @@ def called(name, made, backend="auto"):
 
 
 def by_loops(name, made):
-    """Compute in Python numbers."""
     bank, slots, weights, vectors = made.values()
     results = []
     for at in itertools.product(*map(range, slots.shape[:-1])):

@@ -28,13 +28,8 @@ class LargestWide(TorchDispatchMode):
 
 def tables(dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(0)
-    shapes = {
-        "query": (1, HEADS, WIDTH),
-        "row_keys": (HEADS, N, WIDTH // 2),
-        "column_keys": (HEADS, N, WIDTH // 2),
-        "bank": (HEADS, SLOTS, WIDTH),
-        "keys": (HEADS, SLOTS, WIDTH),
-    }
+    shapes = {"query": (1, HEADS, WIDTH), **dict.fromkeys(("bank", "keys"), (HEADS, SLOTS, WIDTH))}
+    shapes |= dict.fromkeys(("row_keys", "column_keys"), (HEADS, N, WIDTH // 2))
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 

@@ -54,7 +54,6 @@ def tree_of_corpus(bert, corpus):
 
 @pytest.fixture(scope="session")
 def built(tree_of_corpus, tmp_path_factory):
-    """The folder of such a tree, read-only."""
     output = tmp_path_factory.mktemp("built") / "tree"
     tree_of_corpus(output)
     return output

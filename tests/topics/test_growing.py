@@ -23,7 +23,6 @@ OPTIONS = TreeOptions(branching=4, levels=2, steps=4, samples=64)
 
 
 def rows(direction: int, count: int = 200, width: int = 12) -> np.ndarray:
-    """Rows of one domain, around a direction."""
     generator = np.random.default_rng(direction)
     return (np.eye(width)[direction] + 0.1 * generator.standard_normal((count, width))).astype(np.float32)
 

@@ -28,7 +28,6 @@ MOMENTS = list(itertools.product(("before the first", "between them"), (False, T
 
 @pytest.fixture
 def make(tree_of_corpus, tmp_path):
-    """Return a function that builds the corpus into a folder, by default `tree`."""
     return lambda output="tree", **changes: tree_of_corpus(tmp_path / output, **changes)
 
 

@@ -32,7 +32,6 @@ def short_stretches():
 
 @pytest.fixture(scope="module")
 def whole(corpus, tokenizer, embedder, tmp_path_factory):
-    """A folder with the windows of the corpus, read-only."""
     folder = tmp_path_factory.mktemp("whole") / "windows"
     store(folder, corpus, tokenizer, embedder)
     return folder

@@ -17,17 +17,9 @@ WORDS = 60
 
 
 def save_tiny_bert(folder: Path, seed: int = 0, max_tokens: int = 24, width: int = WIDTH) -> Path:
-    """Save model, tokenizer, pooling and lengths to `folder`, and return it."""
     torch.manual_seed(seed)
-    config = BertConfig(
-        vocab_size=WORDS + 4,
-        hidden_size=width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-    )
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}
+    config = BertConfig(vocab_size=WORDS + 4, hidden_size=width, initializer_range=0.5, **sizes)
     BertModel(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     (folder / "1_Pooling").mkdir()

@@ -14,7 +14,6 @@ def body(request) -> str:
 
 @pytest.fixture(autouse=True)
 def interpreter():
-    """One that runs every kernel."""
     with mended_interpreter():
         yield
 

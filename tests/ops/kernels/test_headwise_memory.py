@@ -43,14 +43,11 @@ def test_residual_is_added_and_gets_the_gradient(body, transform):
     assert torch.equal(torch.autograd.grad(output, residual, upstream)[0], upstream)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "transform"),
-    by_default(
-        [(torch.bfloat16, True), (torch.float16, False)],
-        itertools.product([torch.float32, torch.bfloat16, torch.float16], [False, True]),
-    ),
-    ids=str,
-)
+EVERY = itertools.product([torch.float32, torch.bfloat16, torch.float16], [False, True])
+NARROW = by_default([(torch.bfloat16, True), (torch.float16, False)], EVERY)
+
+
+@pytest.mark.parametrize(("dtype", "transform"), NARROW, ids=str)
 def test_gradients_of_shared_slots_stay_accurate(body, dtype, transform):
     """The worst skew. Sums of so many terms must not be kept in half precision."""
     if body == "native" and dtype == torch.float16:

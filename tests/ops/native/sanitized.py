@@ -19,15 +19,9 @@ from midus_hf.ops.gather.native import (
 )
 from midus_hf.ops.product_key.native import LookupInputs, native_lookup, native_score_gradients, native_scores
 
-HEADWISE = (
-    # tokens, heads, n, half, width, k
-    (0, 3, 5, 4, 7, 2),
-    (1, 1, 1, 1, 1, 1),
-    (7, 3, 7, 5, 19, 7),
-    (17, 2, 40, 33, 67, 33),
-    (67, 3, 12, 8, 20, 4),
-    (300, 2, 9, 17, 64, 4),
-)
+# tokens, heads, n, half, width, k
+HEADWISE = [(0, 3, 5, 4, 7, 2), (1, 1, 1, 1, 1, 1), (7, 3, 7, 5, 19, 7), (17, 2, 40, 33, 67, 33)]
+HEADWISE += [(67, 3, 12, 8, 20, 4), (300, 2, 9, 17, 64, 4)]
 SUMS = ((0, 3, 5, 4), (1, 1, 1, 1), (67, 7, 40, 37), (130, 3, 11, 150), (90, 7, 40000, 16))  # tokens, m, rows, width
 
 
