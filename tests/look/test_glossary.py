@@ -57,7 +57,7 @@ def test_unfound_spellings_and_containing_names_are_listed():
 
 
 @pytest.mark.parametrize("batch_size", [5, 36])
-def test_a_value_is_right_if_it_is_the_likeliest_token(batch_size):
+def test_value_is_right_if_it_is_the_likeliest_token(batch_size):
     """A text that states every digit and capital after one beginning: the one that a model's likeliest token is comes back."""
     signs, tokenizer = string.digits + string.ascii_uppercase, tiny_tokenizer()
     base = tiny_model("llama", torch.float32)
@@ -176,7 +176,7 @@ def test_no_share_is_reached_without_values(name, folder, capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["share"] is None
 
 
-def test_the_table_has_the_worst_entries():
+def test_glossary_table_has_the_worst_entries():
     row = {"values": 1, **dict.fromkeys(("right", "without", "front"), 0)}
     row |= dict.fromkeys(("lost", "not_found", "also_with", "within"), "")
     table = glossary_table([{"entry": str(number), **row} for number in range(32)])

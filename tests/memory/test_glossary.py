@@ -33,13 +33,13 @@ WRONG_ROWS = [
 
 
 @pytest.mark.parametrize(("row", "message"), WRONG_ROWS, ids=str)
-def test_rows_that_are_no_entries(row, message):
+def test_wrong_rows_are_refused(row, message):
     with pytest.raises(ValueError) as refused:
         entry_of(row, "row 1")
     assert message in str(refused.value)
 
 
-def test_an_entry_has_each_name_once_as_it_was_given():
+def test_entry_has_each_name_once_as_given():
     assert entry_of({"name": " a b ", "text": " x "}, "row 1") == Entry(("a b",), " x ")
     assert entry_of({"name": ["a", "b", "a"], "text": "x", "exact": True}, "row 1") == Entry(("a", "b"), "x", True)
 
@@ -64,7 +64,7 @@ def test_rows_with_the_same_names_are_joined():
     ],
     ids=str,
 )
-def test_a_name_that_would_find_two_entries_is_refused(first, second, name):
+def test_name_of_two_entries_is_refused(first, second, name):
     with pytest.raises(ValueError, match=f"row 2 has the name {name!r}, .* of row 1; expected names that find one"):
         joined(rows_of(first, second))
     with pytest.raises(ValueError, match=f"row 2 has the name {first.names[0]!r}"):
@@ -75,7 +75,7 @@ def test_a_name_that_would_find_two_entries_is_refused(first, second, name):
     assert [*glossary] == [first]
 
 
-def test_exact_names_that_differ_in_case_are_of_two_entries():
+def test_exact_names_in_other_case_are_two_entries():
     cased = [Entry(("Mercury",), "A planet.", True), Entry(("mercury",), "A metal.", True), Entry(("He",), "A gas.")]
     assert [*joined(rows_of(*cased, Entry(("HE",), "Explosive.")))[0].values()][:3] == cased
     separated = [Entry(("a_b",), "A table.", True), Entry(("a-b",), "A queue.", True)]
@@ -90,7 +90,7 @@ def test_one_entry_may_have_equal_names():
     assert not glossary.index.by_folded
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path):
+def test_glossary_file_reads_as_written(tmp_path):
     entries = [IRON, Entry(("Café",), "Line.\nAnother\u2028one.", True)]
     write_glossary(tmp_path, entries)
     assert read_glossary(tmp_path) == entries
@@ -110,7 +110,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
         ('{"name": "a", "text": ""}\n', r"line 1 of .*glossary.jsonl has the text ''"),
     ],
 )
-def test_files_that_are_no_glossary(content, message, tmp_path):
+def test_other_files_are_refused_as_glossary(content, message, tmp_path):
     if content is not None:
         (tmp_path / "glossary.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
@@ -126,7 +126,7 @@ def test_entries_change_by_any_form_of_a_name():
     assert [found.entry for found in find_names(glossary.index, "Fe, Iron ore and the Big Apple")] == [3]
 
 
-def test_a_name_removes_all_entries_that_it_finds():
+def test_name_removes_all_entries_it_finds():
     """A file that was written by hand may have several."""
     entries = [Entry(("Merlin",), "A cache."), Entry(("Merlin", "Old bird"), "A bird.", True), IRON]
     glossary = Glossary(tiny_tokenizer(), entries)
@@ -144,7 +144,7 @@ REPLACED = {
 
 
 @pytest.mark.parametrize("case", REPLACED)
-def test_all_of_a_row_replaces_what_an_entry_has(case):
+def test_row_replaces_all_of_an_entry(case):
     row, expected = REPLACED[case]
     glossary = Glossary(tiny_tokenizer(), [IRON])
     glossary.replace(**row, text="Heavy.")
@@ -153,7 +153,7 @@ def test_all_of_a_row_replaces_what_an_entry_has(case):
     assert [*glossary] == [expected._replace(text="Light.")]
 
 
-def test_a_wrong_row_changes_nothing():
+def test_wrong_row_changes_nothing():
     glossary = Glossary(tiny_tokenizer(), [IRON, Entry(("York",), "A city.")])
     before = [*glossary]
 
@@ -174,7 +174,7 @@ def test_a_wrong_row_changes_nothing():
 
 
 @pytest.mark.parametrize("change", [lambda each: each.add("a b", "x" * 9), lambda each: each.replace("Fe", "x" * 9)])
-def test_a_text_that_is_longer_than_what_is_read_is_told(change):
+def test_text_longer_than_what_is_read_warns(change):
     glossary = Glossary(tiny_tokenizer(), [IRON], options=PacksOptions(max_tokens=8))
     with pytest.warns(UserWarning, match="^entries longer than 8 tokens, whose rest is not read: 1$"):
         change(glossary)
@@ -303,7 +303,7 @@ def test_opened_entries_are_those_a_pass_reads(kind, parts):
     assert {entry for _, entry in opened} >= {*glossary.named(ids)}
 
 
-def test_a_begun_word_opens_an_entry():
+def test_begun_word_opens_an_entry():
     glossary = Glossary(tiny_tokenizer(), [Entry(("Ann",), "x"), Entry(("York",), "x")])
     assert glossary.opened(glossary.spelling.ids("Annapolis, of York")) == [(2, 1), (16, 2)]
     assert not find_names(glossary.index, "Annapolis") and not glossary.opened(glossary.spelling.ids("An napolis"))

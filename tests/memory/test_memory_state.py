@@ -23,7 +23,7 @@ def kept(state: MemoryState) -> tuple[list, list]:
     return state.kept["count"].tolist(), state.kept["total"].flatten().tolist()
 
 
-def test_a_cache_changes_states_as_its_layers(state):
+def test_cache_changes_states_as_its_layers(state):
     cache = DynamicCache()
     cache.update(torch.arange(3.0)[:, None, None, None], torch.zeros(3, 1, 1, 1), 0)
     cache.layers.append(state)
@@ -54,7 +54,7 @@ def test_kept_tensors_of_equal_shape_are_overwritten(state):
     assert before.tolist() == [4, 5, 6] and state.kept["count"].tolist() == [7]
 
 
-def test_what_is_kept_is_a_copy_without_gradient():
+def test_kept_tensor_is_a_copy_without_gradient():
     state, total = MemoryState("chapters", 0, is_croppable=True), torch.ones(2, requires_grad=True)
     state.keep({})
     assert not state.kept
@@ -72,7 +72,7 @@ def test_states_follow_the_layers_of_a_cache():
     assert states_in(cache, wanted, 3) == states and len(cache.layers) == 5
 
 
-def test_a_state_that_is_not_croppable_refuses(state):
+def test_uncroppable_state_refuses_to_crop(state):
     MemoryState("chapters", 0, is_croppable=True).crop(-1)
     state.crop(0)
     assert kept(state)[0] == [1, 2, 3]
@@ -85,13 +85,13 @@ def test_a_state_that_is_not_croppable_refuses(state):
     assert not state.kept
 
 
-def test_a_state_is_sliding_as_its_layers():
+def test_state_is_sliding_as_its_layers():
     full, sliding = DynamicLayer(), DynamicSlidingWindowLayer(4)
     for layers, is_sliding in (([full], False), ([sliding], True), ([sliding, full], True)):
         assert MemoryState("chapters", 0, is_croppable=True, layers=layers).is_sliding is is_sliding
 
 
-def test_an_offloading_cache_fetches_its_first_layer(monkeypatch):
+def test_offloading_cache_fetches_its_first_layer(monkeypatch):
     fetched = []
     cache, wanted = DynamicCache(), {("a", 0): CROPPABLE}
     state = states_in(cache, wanted, 2)["a", 0]

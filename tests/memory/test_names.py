@@ -107,7 +107,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_the_names_that_are_open_behind_a_text(case):
+def test_open_names_at_the_end_of_a_text(case):
     names, pieces, expected = FOUND[case]
     assert open_at_end(names, pieces) == expected
 
@@ -121,7 +121,7 @@ def test_no_splitting_into_tokens_changes_what_is_open(case):
     assert open_at_end(names, [text[at : at + 1] for at in range(len(text))]) == expected
 
 
-def test_a_name_closes_where_its_word_goes_on():
+def test_name_closes_where_its_word_goes_on():
     does = [*names_in(Pieces(["gold", "Unit 1"]).index, bytes_of(["the go", "ld", "en", " Unit ", "1", ".", "2"]))]
     assert [[found.entry for found in token.opens] for token in does] == [[], [1], [], [], [2], [], []]
     assert [[found.entry for found in token.closes] for token in does] == [[], [], [1], [], [], [], []]
@@ -143,7 +143,7 @@ def split_texts(draw):
 
 @given(split_texts(), st.integers(1, 4))
 @example(["a", b"\xe4", b"\xba", b"\xac", "a京"], 3)
-def test_what_is_open_depends_on_characters_alone(pieces, most):
+def test_open_names_depend_only_on_characters(pieces, most):
     # Behind a full stop nothing is provisional.
     pieces = bytes_of(pieces)
     whole = open_at_end(NAMES, [b"".join(pieces) + b" ."], open=most)
@@ -220,7 +220,7 @@ def test_separators_within_names_are_equal(words, data):
     assert open_at_end([name], [f"({text})"]) == [1]
 
 
-def test_a_pack_stays_at_a_name_that_soon_stands_again():
+def test_pack_stays_at_a_name_that_soon_repeats():
     pieces = ["gold ", *["and "] * 30, "gold ", *["and "] * 40, "gold "]
     row = OpeningTracker(Pieces(["gold"], pieces), PacksOptions())
     places = []
@@ -231,14 +231,14 @@ def test_a_pack_stays_at_a_name_that_soon_stands_again():
 
 
 @pytest.mark.parametrize("order", itertools.permutations(["Harrow", "Harrows", "harrow-s"]), ids="-".join)
-def test_a_name_hides_the_same_form_of_another(order):
+def test_name_hides_the_same_form_of_another(order):
     names = [name_of(at, name) for at, name in enumerate(order)]
     harrow, harrows = order.index("Harrow"), order.index("Harrows")
     assert NameIndex(names, ()).entries_of("harrows") == [harrows] and not NameIndex().entries_of("harrows")
     assert NameIndex(names[:harrows] + names[harrows + 1 :], ()).entries_of("HARROWS") == [harrow]
 
 
-def test_a_name_as_it_is_compared():
+def test_spelled_name_is_what_is_compared():
     assert spelled("  \uff2eew\u00a0\n Yor\u200bk ") == ("new york", "New York")
     assert spelled("ﬁ²\u2019\u2011") == ("fi2'-", "fi2'-")
 
@@ -263,7 +263,7 @@ SPELT = {
 
 
 @pytest.mark.parametrize("kind", SPELT)
-def test_what_tokens_spell(kind):
+def test_token_pieces_spell_the_text(kind):
     tokenizer, expected = SPELT[kind]
     spelling = TokenSpelling(tokenizer)
     if expected is not None:
@@ -288,7 +288,7 @@ def test_names_that_tokens_do_not_spell():
     assert is_spelled(tiny_tokenizer(), "é\u00e9 ü") and not is_spelled(tiny_tokenizer(), "ö")
 
 
-def test_a_slow_tokenizer_is_refused():
+def test_slow_tokenizer_is_refused():
     with pytest.raises(ValueError, match=r"is a Slow, .*; expected one with tokenizer.json. Convert it"):
         TokenSpelling(type("Slow", (), {"is_fast": False})())
 

@@ -58,7 +58,7 @@ def assert_same(output, expected):
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_a_new_memory_adds_zero_and_has_gradients():
+def test_new_memory_adds_zero_and_has_gradients():
     memory = build_memory(EngramOptions(**HASHED), SIZES)
     output = memory(states().float(), input_ids=IDS)
     assert torch.equal(output, torch.zeros(2, 12, 16))
@@ -81,14 +81,14 @@ def test_gradients_are_those_of_small_differences(memory):
 
 
 @pytest.mark.parametrize("cuts", [[3, 4, 5, 11], list(range(1, 12)), [6]])
-def test_a_sequence_in_parts_equals_the_whole(memory, cuts):
+def test_sequence_in_parts_equals_the_whole(memory, cuts):
     state = MemoryState("ngram", 0, True)
     parts = [run(memory, *span, state=state) for span in zip([0, *cuts], [*cuts, 12], strict=True)]
     assert_same(torch.cat(parts, 1), run(memory))
 
 
 @pytest.mark.parametrize("count", [1, 3, 9])
-def test_tokens_that_are_taken_back_leave_no_trace(memory, count):
+def test_rolled_back_tokens_leave_no_trace(memory, count):
     state = MemoryState("ngram", 0, True, rollback=memory.rollback)
     run(memory, 0, 10, state=state)
     state.crop(-count)
@@ -116,7 +116,7 @@ def test_documents_of_a_row_do_not_see_one_another(memory):
     assert_same(run(memory, 8, 12, state=state), expected[:, 8:])
 
 
-def test_an_unknown_ngram_reads_nothing():
+def test_unknown_ngram_reads_nothing():
     memory = filled({**EXACT, "kernel": 0})
     memory.value_table.grad = None
     tables = tables_of(memory)
@@ -135,7 +135,7 @@ def test_tokens_after_the_table_are_numbered_by_ids():
     assert not torch.equal(rows[0, 2], rows[2, 2])
 
 
-def test_the_longest_known_ngram_may_be_read_alone():
+def test_only_the_longest_known_ngram_may_be_read():
     memory, every = filled({**EXACT, "match": "longest"}), filled(EXACT)
     tables = tables_of(memory, step=1)
     rows, longest = rows_of(every, IDS, tables), rows_of(memory, IDS, tables)
@@ -143,7 +143,7 @@ def test_the_longest_known_ngram_may_be_read_alone():
     assert torch.equal(longest[..., 1], rows[..., 1]) and torch.equal(longest[:, :2], rows[:, :2])
 
 
-def test_rows_are_left_out_in_training_alone():
+def test_rows_are_dropped_only_in_training():
     memory = filled({**HASHED, "row_dropout": 0.5, "kernel": 0})
     assert torch.equal(run(memory.eval()), run(filled({**HASHED, "kernel": 0})))
     assert not torch.equal(run(memory.train()), run(memory))
@@ -171,7 +171,7 @@ def test_layers_hash_differently():
     assert not torch.equal(run(memory), run(memory))
 
 
-def test_the_memory_computes_what_qwen4_computes():
+def test_memory_computes_what_qwen4_computes():
     modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
     from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 

@@ -163,7 +163,7 @@ def test_entries_an_answer_names_close_with_their_line(said, expected):
     assert bool(key.words) is (expected == (2,))  # what the answer names is read without words of the question
 
 
-def test_an_answer_does_not_move_an_open_entry():
+def test_answer_does_not_move_an_open_entry():
     tokenizer = tokenizer_of("ChatML", "special tokens")
     glossary = Glossary(
         tokenizer, [Entry(("Kestrel",), "a bird on Merlin"), Entry(("Merlin",), "a cache"), Entry(("Mer",), "a sea")]
@@ -220,7 +220,7 @@ def test_passes_of_any_size_open_what_one_pass_opens(name, kind, parts, sizes):
     assert open_behind(tokenizer, ids[:-1], [1] * len(ids)) == open_behind(tokenizer, ids[:-1])
 
 
-def test_the_prefix_of_entries_is_the_users_header():
+def test_entry_prefix_is_the_users_header():
     tokenizer = tokenizer_of("ChatML, a default prompt", "special tokens")
     glossary = Glossary(tokenizer)
     assert tokenizer.decode(glossary.token_prefix(True)) == "<|im_start|>user\n"
@@ -281,7 +281,7 @@ def test_marks_are_learnt_from_contents_in_parts():
     ],
     ids=["a list", "a name again", "a name as a heading", "a blank line", "a chat template", "a line of dots"],
 )
-def test_a_pack_is_open_to_the_end_of_its_line(text, read):
+def test_pack_is_open_to_the_end_of_its_line(text, read):
     tokenizer = byte_tokenizer()
     glossary, options = Glossary(tokenizer, [Entry(("iron",), "a metal")]), PacksOptions()
     ids = tokenizer(text)["input_ids"]

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -48,6 +48,8 @@ class BaseCheckpoint:
     composite: CompositeModel | None = None
     prefix: str = _PREFIX
     tied_head: str | None = None  # the head, if the embedding is stored only under its name
+    #: Of a composite model's tensors outside the language model, by full name; they are copied.
+    outer_shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -104,11 +106,6 @@ class BaseCheckpoint:
     @property
     def auto_class(self) -> str:
         return "AutoModelForCausalLM" if self.composite is None else self.composite.auto_class
-
-    @property
-    def outer_shapes(self) -> Mapping[str, Shape]:
-        """Shapes of a composite model's tensors outside the language model, by full name; they are copied."""
-        return {} if self.composite is None else self.composite.names.others
 
     def whole_config(self, config: Config) -> Config:
         """Return the content of `config.json`: a language model's within the composite model's, if any."""
@@ -187,7 +184,7 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
         named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
         dtype = SAFETENSORS_NAMES.get(named, "F32")
         planned = {name: StoredTensor(dtype, shape) for name, shape in expected.items()}
-        return BaseCheckpoint(folder, config, family, layout, planned, composite=composite)
+        return BaseCheckpoint(folder, config, family, layout, planned, composite=composite, outer_shapes=outside)
 
     if composite is not None:
         stored = {composite.names.language_name(name): tensor for name, tensor in stored.items()}
@@ -216,7 +213,8 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
         )
     expected |= {name: shape for name, shape in layout.tied.items() if name in stored}
     unexpected = _check_tensors(stored, expected, outside.keys(), integers, config)
-    return BaseCheckpoint(folder, config, family, layout, stored, unexpected, composite, prefix, tied_head)
+    found = (unexpected, composite, prefix, tied_head, outside)
+    return BaseCheckpoint(folder, config, family, layout, stored, *found)
 
 
 def _check_tensors(
