@@ -60,7 +60,7 @@ def advance(run: Run, comparison: Comparison, models: Path, steps: list[int], in
     if run.variant.upscale is not None:
         model = str(upscaled)
         starts_at_base = json.loads((upscaled / "upscale.json").read_text())["identity"]["max_abs_diff"] == 0.0
-    keys = {**run.training_keys(comparison, model, trained), "resume_from_checkpoint": "auto"}
+    keys = {**run.training_keys(comparison, model, str(trained)), "resume_from_checkpoint": "auto"}
     keys["eval_on_start"] = not any(trained.glob("checkpoint-*"))
 
     def make_trainer(*given: Any) -> Any:

@@ -26,30 +26,23 @@ from upscalers.methods.memory_methods import HostedMemoryMethod
 from upscalers.request import parse_options
 from upscalers.runs.upscale import upscale
 
-# Rate keys of `midus train`, such as `learning_rate`, with their values.
-Rate = Mapping[str, float]
+Rate = Mapping[str, float]  # rate keys of `midus train`, such as `learning_rate`, with their values
 
 BASE = "base"  # name of the run that measures the base
 TEXT_KINDS = ("domain", "retention", "validation")  # keys of mappings of measured texts
-# Not trained: it is measured on the variant's trained model.
-SHUFFLED = "shuffled-addresses"
+SHUFFLED = "shuffled-addresses"  # a null control that is not trained, but measured on the variant's trained model
 # Names of variants become folders, null controls are VARIANT+CONTROL, and names of texts are parts of keys in logs.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Keys of `midus train` and of `upscale` that the comparison sets: dropped from recipes, refused in mappings.
 _OWN_TRAINING_KEYS = ("model_name_or_path", "output_dir", "seed", "eval_text", "resume_from_checkpoint")
 _OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
 _UPSCALING_KEYS = ("method", "num_new_layers", "placement", "options", "dtype", "max_shard_size", "verify")
-_VALUE_RATES = ("value_learning_rate", "key_value_learning_rate")  # keys of `midus train`
 
 
 def rate_name(rate: Rate) -> str:
     """Return a rate's folder name, without `learning_rate`: `0.001`, `0.001,value=0.01`, or `recipe`."""
     named = [(key.removesuffix("learning_rate").rstrip("_"), value) for key, value in rate.items()]
     return ",".join(f"{name}={value:g}" if name else f"{value:g}" for name, value in named) or "recipe"
-
-
-def _as_keys(rate: float | Rate) -> Rate:
-    return rate if isinstance(rate, Mapping) else {"learning_rate": rate}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -130,8 +123,9 @@ class Comparison:
         is_repeated = len(self.texts) < sum(len(getattr(self, kind)) for kind in TEXT_KINDS)
         are_seeds = len(set(self.seeds)) == len(self.seeds) and min(self.seeds, default=-1) >= 0
         several = next((name for name in self.variants if len(self.rates_of(name)) > 1), None)
-        unchosen = f"validation is empty, and {several} has several rates; expected other text like the corpus, which is given "
-        unchosen += "as validation.NAME=PATH, or one rate for each variant."
+        unchosen = (
+            f"validation is empty, and {several} has several rates; expected validation.NAME=PATH, or one rate each."
+        )
         for is_wrong, message in (
             (not self.variants, "variants is empty; expected one or more."),
             (BASE in self.variants, f"variants has {BASE!r}, the name of the base itself; choose another name."),
@@ -149,9 +143,11 @@ class Comparison:
     def texts(self) -> dict[str, str]:
         return {**self.domain, **self.retention, **self.validation}
 
-    def rates_of(self, variant: str) -> list[Rate]:
-        """Return a variant's rates as keys of `midus train`; one empty mapping if `train` has the rate."""
-        return [_as_keys(rate) for rate in self.variants[variant].rates or self.rates or [{}]]
+    def rates_of(self, variant: str, is_fast: bool = False) -> list[Rate]:
+        """Return a variant's rates as keys of `midus train`; `is_fast`: its values learn ten times as fast at a number."""
+        listed = self.variants[variant].rates or self.rates or [{}]
+        as_keys = short_run_rates if is_fast else lambda rate: {"learning_rate": rate}
+        return [rate if isinstance(rate, Mapping) else as_keys(rate) for rate in listed]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,9 +192,9 @@ class Run:
         """The folder of the run's models; its result and its log are `FOLDER.json` and `FOLDER.log`."""
         return Path(comparison.output_dir) / "runs" / self.name
 
-    def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
+    def training_keys(self, comparison: Comparison, model: str, output: str) -> dict[str, Any]:
         """Return the keys of `midus train`, which measure texts at start and end, or every `eval_steps`."""
-        own = {"model_name_or_path": str(model), "output_dir": str(output), "seed": self.seed}
+        own = {"model_name_or_path": model, "output_dir": output, "seed": self.seed}
         # Without the first key, a smaller batch at the end of a corpus would count as a step.
         keys = {"dataloader_drop_last": True, **self.variant.train, **self.rate, **own}
         if not comparison.texts:
@@ -213,12 +209,6 @@ class Run:
         return {**keys, "eval_steps": every, "eval_text": comparison.texts, "eval_on_start": True}
 
 
-def base_run(comparison: Comparison) -> Run:
-    """Return the run that measures the base, as all variants read their texts."""
-    assert isinstance(comparison.train, Mapping), "files have been read"
-    return Run(Variant(BASE, None, comparison.train, []))
-
-
 def searches_of(variant: Variant, comparison: Comparison) -> list[Run]:
     """Return the runs that choose the rate of a variant: one at each of its rates, with the first seed."""
     return [Run(variant, rate, comparison.seeds[0]) for rate in variant.rates]
@@ -228,9 +218,8 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     """Return a comparison with contents of files, and its variants with sizes; refuse wrong keys or files."""
     shared = _read_keys("train", comparison.train, _OWN_TRAINING_KEYS)
     variants = [_plan_variant(name, comparison, shared) for name in comparison.variants]
-    options = {
-        one.name: dataclasses.replace(comparison.variants[one.name], rates=[*map(dict, one.rates)]) for one in variants
-    }
+    given = comparison.variants
+    options = {one.name: dataclasses.replace(given[one.name], rates=[*map(dict, one.rates)]) for one in variants}
     return dataclasses.replace(comparison, train=shared, variants=options), variants
 
 
@@ -257,10 +246,9 @@ def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) 
         # A null control that trains only certain roles would lack more than addressing if the variant trains the base as well.
         trains_more = train.get("trainable", "auto") not in ("auto", "new") or train.get("adapters")
         controls = {name: change for name, change in controls.items() if not (trains_more and change.trainable)}
-    has_value_rate = any(train.get(key) is not None for key in _VALUE_RATES)
-    apart = any(map(_has_values, kinds)) and trains_new_parts(train, trainable) and not has_value_rate
-    listed = options.rates or comparison.rates or [{}]
-    rates = [_as_keys(rate) if isinstance(rate, Mapping) or not apart else short_run_rates(rate) for rate in listed]
+    has_value_rate = any(train.get(key) is not None for key in ("value_learning_rate", "key_value_learning_rate"))
+    is_fast = any(map(_has_values, kinds)) and trains_new_parts(train, trainable) and not has_value_rate
+    rates = comparison.rates_of(name, is_fast)
     if len(names := [rate_name(rate) for rate in rates]) > len(set(names)):
         raise RequestError(f"variants.{name} has rates {', '.join(names)}; expected rates whose names differ.")
     return Variant(name, keys, train, rates, new, trained, controls if comparison.controls else {})
@@ -271,9 +259,8 @@ def _read_keys(where: str, keys: Mapping[str, Any] | str | None, reserved: Seque
     if isinstance(keys, str):
         with name_in_request_errors(f"{where} names a file"):
             return {key: value for key, value in read_mapping(Path(keys)).items() if key not in reserved}
-    for key in keys or {}:
-        if key in reserved:
-            raise RequestError(f"{where} has {key!r}, which the comparison sets for each run; leave it out.")
+    if own := [key for key in keys or {} if key in reserved]:
+        raise RequestError(f"{where} has {own[0]!r}, which the comparison sets for each run; leave it out.")
     return dict(keys or {})
 
 
@@ -298,7 +285,7 @@ def _find_memory(base: str, keys: Mapping[str, Any]) -> tuple[list[type[MemoryOp
 
 def control_variants(variant: Variant, rate: Rate) -> list[Variant]:
     """Return the variants that are a variant's null controls; each differs by a single change."""
-    controls = []
+    made = []
     for name, change in variant.controls.items():
         keys, train = {**(variant.upscale or {})}, variant.train
         if change.options:
@@ -306,11 +293,8 @@ def control_variants(variant: Variant, rate: Rate) -> list[Variant]:
         if change.trainable:
             train = {**train, "trainable": list(change.trainable)}
         if name != SHUFFLED:
-            names: dict[str, Any] = {"name": f"{variant.name}+{name}", "control": name, "control_of": variant.name}
-            controls.append(
-                dataclasses.replace(variant, **names, controls={}, upscale=keys, train=train, rates=[rate])
-            )
-    return controls
+            made.append(Variant(f"{variant.name}+{name}", keys, train, [rate], control=name, control_of=variant.name))
+    return made
 
 
 def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
@@ -325,32 +309,27 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     of_texts = {**comparison.train, "corpus_split": None, "corpus_name": None}
     sources: dict[tuple[str, str], Mapping[str, Any]] = dict.fromkeys(texts, of_texts)
     corpus, expected = comparison.train.get("corpus"), comparison.train.get("sequence_length")
-    for one in variants:
-        length, streaming = one.train.get("sequence_length"), one.train.get("streaming")
+    for variant in variants:
+        length, streaming = variant.train.get("sequence_length"), variant.train.get("streaming")
         if length != expected or streaming:
             raise RequestError(
-                f"variants.{one.name} has sequence_length {length} and streaming {streaming}; expected {expected}, as train has, "
+                f"variants.{variant.name} has sequence_length {length} and streaming {streaming}; expected {expected}, as train has, "
                 "and no streaming, since all texts are measured alike."
             )
-        key = "train.corpus" if one.train.get("corpus") == corpus else f"variants.{one.name}.train.corpus"
-        sources |= {(key, each): one.train for each in one.corpora}
+        key = "train.corpus" if variant.train.get("corpus") == corpus else f"variants.{variant.name}.train.corpus"
+        sources |= {(key, each): variant.train for each in variant.corpora}
     check_sources(sources)
     from midus_hf.training.arguments import TrainArguments  # and with it torch, which the checks so far do not need
 
-    for run in (run for one in variants for run in searches_of(one, comparison)):
+    for run in (run for variant in variants for run in searches_of(variant, comparison)):
         with name_in_request_errors(f"variants.{run.variant.name}, as a run of midus train"):
-            from_mapping(TrainArguments, run.training_keys(comparison, "model", Path("trained")))
+            from_mapping(TrainArguments, run.training_keys(comparison, "model", "trained"))
     for (key, name), (other, place) in itertools.product(texts, sources):
-        if key != other and _overlap(Path(name).expanduser().resolve(), Path(place).expanduser().resolve()):
-            raise RequestError(
-                f"{key} is {name!r}, which shares text with {other}, {place!r}; expected texts that differ."
-            )
+        one, two = (Path(each).expanduser().resolve() for each in (name, place))
+        is_inside = one.is_relative_to(two) or two.is_relative_to(one)
+        if key != other and (is_inside or (one.is_file() and two.is_file() and filecmp.cmp(one, two, shallow=False))):
+            raise RequestError(f"{key} is {name!r}, which shares text with {other}, {place!r}; expected other text.")
     for (key, name), train in sources.items():
         if Path(name).expanduser().exists():
             named = {"split": train.get("corpus_split"), "name": train.get("corpus_name")}
             read_corpus(name, key=key, text_column=train.get("text_column") or "text", **named)
-
-
-def _overlap(one: Path, other: Path) -> bool:
-    is_inside = one.is_relative_to(other) or other.is_relative_to(one)
-    return is_inside or (one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False))

@@ -8,16 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.plan import SHUFFLED, Comparison, Variant, rate_name
+from midus_hf.compare.plan import SHUFFLED, Comparison, Rate, Variant, rate_name
 from midus_hf.compare.run import Result, chosen_rate, count_runs, mean_loss, results_of, stages_of
 from midus_hf.files.outputs import atomic_write, write_text
 from midus_hf.look.page import TextTable, as_png, new_figure
 
-# In order of preference: reports show a task's first.
-_METRICS = ("acc_norm", "acc", "exact_match", "word_perplexity")
+_METRICS = ("acc_norm", "acc", "exact_match", "word_perplexity")  # of a task, in order of preference
 # Student's t at 0.975 for 1 to 10 degrees of freedom; more take the last, which makes intervals wider.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-_EQUAL_SHARE = 0.1  # numbers of parameters are equal if they differ at most by this share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +59,9 @@ def verdict(advantage: Spread) -> str:
 class VariantFindings:
     """Findings about one variant, at the rate that the validation texts chose, in nats per token.
 
-    `results` has one result per seed, `controls` those of null controls. `advantages` are differences of final domain loss to each
-    null control over shared seeds; for `shuffled-addresses`, the rise when values are permuted. Learned is the decrease of the
-    domain's mean loss, forgotten the increase on `retention`; None without texts.
+    `results` has one result per seed. `advantages` are differences of final domain loss to each null control over shared seeds; for
+    `shuffled-addresses`, the rise when values are permuted. Learned is the decrease of the domain's mean loss, forgotten the increase
+    on `retention`; None without texts.
     """
 
     name: str
@@ -85,11 +83,7 @@ class VariantFindings:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """Findings of a comparison, from which reports are written.
-
-    `variants` with a chosen rate are sorted by domain loss, or without domain texts as in the comparison. `failures` has reasons by
-    run; `missing` counts runs that are not done, including null controls.
-    """
+    """Findings of a comparison: variants by domain loss, reasons of `failures` by run, and the number of `missing` runs."""
 
     comparison: Comparison
     base: Result
@@ -118,10 +112,8 @@ def findings(
         if (chosen := chosen_rate(searches, list(comparison.validation))) is None:
             continue
         at_rate = [one for one in results if rate_name(one.rate) == rate_name(chosen)]
-        own, controls = (
-            [one for one in at_rate if one.variant == name],
-            [one for one in at_rate if one.control_of == name],
-        )
+        own = [one for one in at_rate if one.variant == name]
+        controls = [one for one in at_rate if one.control_of == name]
         ends = {one.seed: mean_loss(one.losses, domain) for one in own if domain}
         learned = {one.seed: loss_decreases(one, base, domain)[-1] for one in own if domain}
         forgotten = {one.seed: -loss_decreases(one, base, retention)[-1] for one in own if retention}
@@ -133,18 +125,18 @@ def findings(
         leads[SHUFFLED] = spread([mean_loss(after, domain) - mean_loss(before, domain) for after, before in shuffled])
         advantages = {control: lead for control, lead in leads.items() if lead is not None}
         spreads = [spread(list(by_seed.values())) for by_seed in (ends, learned, forgotten)]
-        found = VariantFindings(name, rate_name(chosen), own, controls, learned, forgotten, advantages, *spreads)
-        variants.append(found)
+        variants += [VariantFindings(name, rate_name(chosen), own, controls, learned, forgotten, advantages, *spreads)]
     variants.sort(key=lambda variant: 0.0 if variant.domain_loss is None else variant.domain_loss.mean)
     return Findings(comparison, base, variants, failures, missing)
 
 
 def cautions(findings: Findings) -> list[str]:
     """Return sentences on what keeps numbers from being compared, and on runs that are not done."""
-    variants = findings.variants
+    variants, rates_of = findings.variants, findings.comparison.rates_of
+    at_end = [one for one in variants if _is_at_end(one.results[0].rate, rates_of(one.name))]
     reasons: dict[str, list[str]] = {
         "Fewer than three seeds": [f"{one.name} {len(one.results)}" for one in variants if len(one.results) < 3],
-        "Best rate at an end of its list": [f"{one.name} {one.rate}" for one in variants if _is_at_end(findings, one)],
+        "Best rate at an end of its list": [f"{one.name} {one.rate}" for one in at_end],
         "Not causal, so losses cannot be compared": [one.name for one in variants if not one.is_causal],
         "Failed": [f"{name}: {why}" for name, why in findings.failures.items()],
         "Runs that are not done": [str(findings.missing)] if findings.missing else [],
@@ -152,22 +144,17 @@ def cautions(findings: Findings) -> list[str]:
     return [f"{reason}: {', '.join(names)}." for reason, names in reasons.items() if names]
 
 
-def _is_at_end(findings: Findings, variant: VariantFindings) -> bool:
-    rates = findings.comparison.rates_of(variant.name)
-    (chosen,) = (rate for rate in rates if rate_name(rate) == variant.rate)
+def _is_at_end(chosen: Rate, rates: Sequence[Rate]) -> bool:
     searched = {key: {rate[key] for rate in rates if key in rate} for key in chosen}
     return any(len(values) > 1 and chosen[key] in (min(values), max(values)) for key, values in searched.items())
 
 
 def advice(findings: Findings) -> list[str]:
     """Return three sentences: the best at equal parameters, what forgets least, and what was too close."""
-    causal = {one: one.learned.mean for one in findings.variants if one.is_causal and one.learned is not None}
-    learned = {one: mean for one, mean in causal.items() if mean > 0}
+    variants = [one for one in findings.variants if one.is_causal]
+    learned = {one: one.learned.mean for one in variants if one.learned is not None and one.learned.mean > 0}
     sizes = {one: one.results[0].trained_parameters for one in learned}
-    groups = [
-        [each for each in sizes if abs(sizes[each] - size) <= _EQUAL_SHARE * max(sizes[each], size)]
-        for size in sizes.values()
-    ]
+    groups = [[one for one, n in sizes.items() if abs(n - size) <= max(n, size) / 10] for size in sizes.values()]
     unclear: list[str] = []
     take = "At equal parameters: no two variants that learned have as many (within 10 %)."
     if group := max((each for each in groups if len(each) > 1), key=len, default=None):
@@ -183,8 +170,7 @@ def advice(findings: Findings) -> list[str]:
         forgets = f"Forgets least: {least.name}, {forgotten[least]:+.4f} nats per token, and it learned {learned[least]:.4f}."
         unclear += _unclear(f"{least.name} forgot less than", least, {one: one.forgotten_by_seed for one in forgotten})
     for one in learned:
-        known = {name: verdict(advantage) for name, advantage in one.advantages.items()}
-        names = [name for name, words in known.items() if words in ("one seed", "is not shown to beat it")]
+        names = [name for name, lead in one.advantages.items() if lead.mean > 0 and verdict(lead) != "beats it"]
         unclear += [f"{one.name} beats {', '.join(names)}"] if names else []
     too_few = f" whether {'; '.join(unclear)}." if unclear else ": nothing of the above."
     return [take, forgets, f"Too few seeds to tell{too_few}"]
@@ -209,42 +195,32 @@ def with_spread(numbers: Spread | None, form: str = "{:+.4f}", interval: bool = 
 def variants_table(findings: Findings) -> TextTable:
     """Return the table: the base, then variants by domain loss at their rates, with their null controls."""
     comparison = findings.comparison
-    rows = [{"variant": "base", **_task_cells(comparison, [findings.base])}]
+    tasks = [] if comparison.tasks is None else comparison.tasks.names
+
+    def task_cells(results: Sequence[Result]) -> dict[str, str]:
+        known = {each: [metric_of(one.tasks.get(each, {})) for one in results] for each in tasks}
+        numbers = {task: [one for one in each if one is not None] for task, each in known.items()}
+        return {task: with_spread(spread(each), "{:.3f}") for task, each in numbers.items()}
+
+    rows = [{"variant": "base", **task_cells([findings.base])}]
     for one in findings.variants:
-        rows.append(
-            {
-                "variant": one.name,
-                "rate": one.rate.replace(",", ", "),
-                "seeds": str(len(one.results)),
-                "trained": f"{one.results[0].trained_parameters:,}",
-                "learned": with_spread(one.learned),
-                "forgotten": with_spread(one.forgotten),
-                "time": f"{statistics.fmean(result.seconds for result in one.results):.0f} s",
-                "GB": f"{max(result.peak_memory_bytes for result in one.results) / 1e9:.2f}",
-                **_task_cells(comparison, one.results),
-            }
-        )
+        row = {"variant": one.name, "rate": one.rate.replace(",", ", "), "seeds": str(len(one.results))}
+        row |= {"trained": f"{one.results[0].trained_parameters:,}", **task_cells(one.results)}
+        row |= {"learned": with_spread(one.learned), "forgotten": with_spread(one.forgotten)}
+        row["time"] = f"{statistics.fmean(result.seconds for result in one.results):.0f} s"
+        row["GB"] = f"{max(result.peak_memory_bytes for result in one.results) / 1e9:.2f}"
+        rows.append(row)
         for control, lower in one.advantages.items():
             cell = f"{verdict(lower)}: {with_spread(lower, interval=True)}"
             rows.append({"variant": f"+{control}", "seeds": str(lower.count), "learned": cell})
-    tasks = [] if comparison.tasks is None else comparison.tasks.names
     head = ["variant", "rate", "seeds", "trained", *["learned"] * bool(comparison.domain)]
     head += [*["forgotten"] * bool(comparison.retention), *tasks, "time", "GB"]
     title = "What each variant learned and forgot" + ", in nats per token" * bool(comparison.texts)
     return TextTable(title, head, [[row.get(column, "") for column in head] for row in rows])
 
 
-def _task_cells(comparison: Comparison, results: Sequence[Result]) -> dict[str, str]:
-    cells = {}
-    for task in [] if comparison.tasks is None else comparison.tasks.names:
-        known = [metric for one in results if (metric := metric_of(one.tasks.get(task, {}))) is not None]
-        cells[task] = with_spread(spread(known), "{:.3f}") if len(known) == len(results) else ""
-    return cells
-
-
 def metric_of(metrics: Mapping[str, float]) -> float | None:
-    """Return the metric of a task that reports show, the first of `_METRICS`; None if it has none."""
-    # If a metric has several filters, the first counts.
+    """Return the metric of a task that reports show, the first of `_METRICS`, by its first filter; None if it has none."""
     by_metric = {name.partition(",")[0]: value for name, value in reversed(list(metrics.items()))}
     return next((by_metric[name] for name in _METRICS if name in by_metric), None)
 
@@ -298,20 +274,12 @@ def plan_table(records: Sequence[Mapping[str, Any]]) -> TextTable:
 
 def as_json(findings: Findings, report: Path) -> dict[str, Any]:
     """Return the findings as a JSON object, with all results of variants and their null controls."""
-    return {
-        **dataclasses.asdict(findings),
-        "base_losses": findings.base.losses,
-        "cautions": cautions(findings),
-        "advice": advice(findings),
-        "report": str(report),
-    }
+    told = {"base_losses": findings.base.losses, "cautions": cautions(findings), "advice": advice(findings)}
+    return {**dataclasses.asdict(findings), **told, "report": str(report)}
 
 
 def write_report(root: Path, findings: Findings) -> Path:
-    """Write `report.md`, the table with cautions and advice, and return its path.
-
-    Its picture, `frontier.png`, needs matplotlib, and variants that are measured on domain and retention texts.
-    """
+    """Write `report.md`, and `frontier.png` with matplotlib if both kinds of texts were measured; return the report's path."""
     comparison, picture, report = findings.comparison, root / "frontier.png", root / "report.md"
     picture.unlink(missing_ok=True)  # of an earlier report
     has_both = findings.variants and comparison.domain and comparison.retention

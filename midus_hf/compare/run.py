@@ -16,25 +16,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.anatomy.record import record_of
-from midus_hf.compare.plan import (
-    BASE,
-    SHUFFLED,
-    Comparison,
-    Rate,
-    Run,
-    Variant,
-    base_run,
-    control_variants,
-    searches_of,
-)
+from accelerate.utils.memory import clear_device_cache
+
+from midus_hf.anatomy.record import UpscaleRecord, record_of
+from midus_hf.compare.plan import BASE, SHUFFLED, Comparison, Run, Variant, control_variants, searches_of
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
+from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.files.checkpoint_files import CONFIG_FILE, TOKENIZER, is_of, read_json
 from midus_hf.files.outputs import write_text
 from midus_hf.files.secrets import for_record, without_secrets
 from midus_hf.sources.names import saved_config
+from midus_hf.sources.progress import quiet_libraries
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.version import __version__
 from upscalers.checkpoint.source import resolve_source
@@ -43,10 +37,8 @@ from upscalers.runs.upscale import upscale
 
 InputHasher = Callable[[Variant], dict[str, str]]
 
-# Refused for a model without trained memories; they do not change its loss.
-_MEMORY_KEYS = ("adapters", "base_kl", "frozen", "protect", "sparse_values")
-# The base reads no paths and refuses them; its texts are concatenated, while a run with paths packs each leaf separately.
-_PATH_KEYS = ("path_column", "tree")
+# Refused for a model without trained memories (they do not change its loss), and for the base, whose texts are concatenated.
+_MEMORY_KEYS, _PATH_KEYS = ("adapters", "base_kl", "frozen", "protect", "sparse_values"), ("path_column", "tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,18 +116,15 @@ def write_result(folder: Path, result: Result) -> None:
 
 def request_of(run: Run, comparison: Comparison) -> dict[str, Any]:
     """Return everything that a run's result depends on, as JSON and `for_record` show it."""
-    train, default = run.variant.train, TrainArguments.sequence_length
-    windows = {
-        "sequence_length": int(finite_number(train.get("sequence_length")) or default),
-        "column": train.get("text_column") or "text",
-        "path_column": train.get("path_column"),
-    }
+    train = run.variant.train
+    length = int(finite_number(train.get("sequence_length")) or TrainArguments.sequence_length)
+    column, path_column = train.get("text_column") or "text", train.get("path_column")
     values = {
         "base": comparison.base,
         "upscale": run.variant.upscale,
-        "train": None if run.variant.name == BASE else run.training_keys(comparison, "", Path()),
+        "train": None if run.variant.name == BASE else run.training_keys(comparison, "", "."),
         "texts": comparison.texts,
-        "windows": windows,
+        "windows": {"sequence_length": length, "column": column, "path_column": path_column},
         "tasks": None if comparison.tasks is None else dataclasses.asdict(comparison.tasks),
     }
     return for_record(json.loads(json.dumps(values)))
@@ -198,36 +187,30 @@ def main(text: str) -> None:
     run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
     comparison = from_mapping(Comparison, values["comparison"])
     folder = run.folder(comparison)
-    write_result(folder, measure(run, comparison, values["inputs"]))
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Result:
-    """Do a run with its digests of `input_hasher`; return its result, leaving models in its folder."""
-    shutil.rmtree(run.folder(comparison), ignore_errors=True)  # an interrupted run left it
+    shutil.rmtree(folder, ignore_errors=True)  # an interrupted run left it
     # Read now: files that change during the run do not belong to its result.
-    request, origin = request_of(run, comparison), {**inputs, "code": code_version()}
-    run.folder(comparison).mkdir(parents=True)
+    request, origin = request_of(run, comparison), {**values["inputs"], "code": code_version()}
+    folder.mkdir(parents=True)
     if run.variant.name == BASE:
-        losses, tasks = _measure_texts(comparison.base, run, comparison), _measure_tasks(comparison.base, comparison)
-        result = Result(BASE, {}, 0, [Point(0, losses)], tasks=tasks)
+        losses = _measure_texts(comparison.base, run, comparison)
+        result = Result(BASE, {}, 0, [Point(0, losses)], tasks=_measure_tasks(comparison.base, comparison))
     else:
         result = _train(run, comparison)
     if not all(map(math.isfinite, result.losses.values())):
         raise RequestError(f"losses ended at {dict(result.losses)}; expected finite numbers. Lower the rate.")
-    return dataclasses.replace(result, request=request, origin=origin)
+    write_result(folder, dataclasses.replace(result, request=request, origin=origin))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _train(run: Run, comparison: Comparison) -> Result:
     from midus_hf.training.run import run_training
 
-    folder, variant, model, made = run.folder(comparison), run.variant, comparison.base, dict[str, Any]()
-    trained, shuffled = folder / "trained", folder / "shuffled"
+    variant, model, made = run.variant, comparison.base, dict[str, Any]()
+    upscaled, trained, shuffled = (str(run.folder(comparison) / name) for name in ("upscaled", "trained", "shuffled"))
     if variant.upscale is not None:
-        model = str(folder / "upscaled")
+        model = upscaled
         report = upscale(base=comparison.base, output=model, seed=run.seed, **variant.upscale)
-        difference, record = report.identity.max_abs_diff, record_of(saved_config(model))
-        assert record is not None, "upscale wrote it"
+        difference, record = report.identity.max_abs_diff, record_of(saved_config(model)) or UpscaleRecord()
         made = {"new_parameters": report.parameters.new, "is_causal": record.causal}
         made["starts_at_base"] = None if difference is None else difference == 0.0
     keys = run.training_keys(comparison, model, trained)
@@ -240,55 +223,38 @@ def _train(run: Run, comparison: Comparison) -> Result:
         )
     if SHUFFLED in variant.controls:
         shuffle(trained, shuffled, run.seed)
-        made["saved"] = _measure_texts(str(trained), run, comparison)
-        made["shuffled"] = _measure_texts(str(shuffled), run, comparison)
-        shutil.rmtree(shuffled)
-    return Result(
-        variant=variant.name,
-        rate=dict(run.rate),
-        seed=run.seed,
-        curve=curve_of(outcome.log, comparison.texts),
-        tasks=_measure_tasks(str(trained), comparison),
-        control=variant.control,
-        control_of=variant.control_of,
-        trained_parameters=outcome.log[-1]["trained_parameters"],
-        tokens=outcome.tokens,
-        seconds=[event["train_runtime"] for event in outcome.log if "train_runtime" in event][-1],
-        peak_memory_bytes=outcome.log[-1]["peak_memory_bytes"],
-        **made,
-    )
+        made["saved"] = _measure_texts(trained, run, comparison)
+        made["shuffled"] = _measure_texts(shuffled, run, comparison)
+    made |= {key: outcome.log[-1][key] for key in ("trained_parameters", "peak_memory_bytes")}
+    made |= {"control": variant.control, "control_of": variant.control_of, "tokens": outcome.tokens}
+    made["seconds"] = [event["train_runtime"] for event in outcome.log if "train_runtime" in event][-1]
+    made["tasks"] = _measure_tasks(trained, comparison)
+    return Result(variant.name, dict(run.rate), run.seed, curve_of(outcome.log, comparison.texts), **made)
 
 
 def curve_of(log: Iterable[Mapping[str, Any]], texts: Iterable[str]) -> list[Point]:
     """Return the losses of texts by name in a Trainer's log."""
     curve: dict[int, dict[str, float]] = {}
     for event in log:
-        losses = {name: event[f"eval_{name}_loss"] for name in texts if f"eval_{name}_loss" in event}
-        if losses:
-            curve.setdefault(event["step"], {}).update(losses)
+        for name in texts:
+            if (loss := event.get(f"eval_{name}_loss")) is not None:
+                curve.setdefault(event["step"], {})[name] = loss
     return [Point(step, curve[step]) for step in sorted(curve)]
 
 
 def _measure_texts(model: str, run: Run, comparison: Comparison) -> dict[str, float]:
-    from accelerate.utils.memory import clear_device_cache
-
     from midus_hf.training.run import measure_texts
 
     if not comparison.texts:
         return {}
     clear_device_cache(garbage_collection=True)
-    output = run.folder(comparison) / "measured"  # which measuring opens, and removes
+    output = str(run.folder(comparison) / "measured")  # which measuring opens, and removes
     left_out = (*_MEMORY_KEYS, *_PATH_KEYS) if model == comparison.base else _MEMORY_KEYS
     keys = {key: value for key, value in run.training_keys(comparison, model, output).items() if key not in left_out}
     return measure_texts(from_mapping(TrainArguments, {**keys, "trainable": "all"}))
 
 
 def _measure_tasks(model: str, comparison: Comparison) -> Mapping[str, Mapping[str, float]]:
-    from accelerate.utils.memory import clear_device_cache
-
-    from midus_hf.evaluation.evaluate import evaluate
-    from midus_hf.sources.progress import quiet_libraries
-
     if comparison.tasks is None:
         return {}
     clear_device_cache(garbage_collection=True)
@@ -302,7 +268,7 @@ def mean_loss(losses: Mapping[str, float], texts: Sequence[str]) -> float:
     return statistics.fmean(losses[name] for name in texts)
 
 
-def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate | None:
+def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Mapping[str, float] | None:
     """Return the rate with the lowest final validation loss, the first of equals; None without results."""
     best = min(searches, key=lambda one: sum(one.losses[name] for name in validation), default=None)
     return None if best is None else best.rate
@@ -312,10 +278,9 @@ def run_all(comparison: Comparison, variants: Sequence[Variant]) -> dict[str, st
     """Do all runs that have no result yet, and return the reasons of failures, by name.
 
     The base comes first; then every variant at each rate with the first seed; then the other seeds, in turn, at the chosen rates;
-    then null controls, each at its variant's rate. Runs of other processes are waited for. Raises a RequestError if the folder has a
-    result of another request.
+    then null controls at their variants' rates. Runs of other processes are waited for. A result of another request is refused.
     """
-    hash_inputs, failures, is_waiting = input_hasher(comparison), dict[str, str](), False
+    hash_inputs, failures, is_free = input_hasher(comparison), dict[str, str](), True
     while True:
         check_finished(comparison, variants, hash_inputs)
         for runs in stages_of(comparison, variants):
@@ -323,17 +288,16 @@ def run_all(comparison: Comparison, variants: Sequence[Variant]) -> dict[str, st
                 break
         if not pending or BASE in failures:
             return failures
-        is_free = any(_start(run, comparison, hash_inputs, failures) for run in pending)
+        was_free, is_free = is_free, any(_start(run, comparison, hash_inputs, failures) for run in pending)
+        if was_free and not is_free:
+            print(f"waiting for runs of other processes, such as {pending[0].name}", file=sys.stderr)
         if not is_free:
-            if not is_waiting:
-                print(f"waiting for runs of other processes, such as {pending[0].name}", file=sys.stderr)
             time.sleep(1.0)
-        is_waiting = not is_free
 
 
 def _start(run: Run, comparison: Comparison, hash_inputs: InputHasher, failures: dict[str, str]) -> bool:
     """Do a run in its own process, print how it ended, add a failure's reason; False if another has it."""
-    folder, began, outcome = run.folder(comparison), time.monotonic(), "done"
+    folder, began = run.folder(comparison), time.monotonic()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.log").open("a+", encoding="utf-8", errors="replace") as log:
         try:
@@ -353,13 +317,15 @@ def _start(run: Run, comparison: Comparison, hash_inputs: InputHasher, failures:
             log.seek(0)
             why = without_secrets(log.read().strip().split("\n")[-1].strip()) or "it printed nothing"
             failures[run.name] = f"{why} (status {status}; see {log.name})"
-            outcome = f"failed: {failures[run.name]}"
+    outcome = f"failed: {failures[run.name]}" if run.name in failures else "done"
     print(f"{run.name}: {outcome} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
     return True
 
 
 def stages_of(comparison: Comparison, variants: Sequence[Variant]) -> tuple[list[Run], list[Run], list[Run]]:
     """Return the base's run, the searches of rates, and the runs after finished searches: seeds, then null controls."""
+    assert isinstance(comparison.train, Mapping), "files have been read"
+    base = Run(Variant(BASE, None, comparison.train, []))  # texts are read as all variants read them
     searches, repeats, controls = list[Run](), list[Run](), list[Run]()
     for variant in variants:
         own = searches_of(variant, comparison)
@@ -368,7 +334,7 @@ def stages_of(comparison: Comparison, variants: Sequence[Variant]) -> tuple[list
             repeats += [Run(variant, rate, seed) for seed in comparison.seeds[1:]]
             controls += [Run(one, rate, seed) for one in control_variants(variant, rate) for seed in comparison.seeds]
     repeats.sort(key=lambda run: comparison.seeds.index(run.seed))
-    return [base_run(comparison)], searches, [*repeats, *controls]
+    return [base], searches, [*repeats, *controls]
 
 
 def results_of(runs: Iterable[Run], comparison: Comparison) -> list[Result]:

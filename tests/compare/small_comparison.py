@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from evaluation.byte_models import save_byte_model
 
-from midus_hf.compare.plan import Comparison, Run, base_run, plan, searches_of
-from midus_hf.compare.run import Result, input_hasher, main, measure, read_result, write_result
+from midus_hf.compare.plan import Comparison, Run, plan, searches_of
+from midus_hf.compare.run import Result, input_hasher, main, read_result, stages_of
 from midus_hf.config.yaml_options import from_mapping
 
 WORDS = ("alpha", "beta", "gamma", "delta")
@@ -67,20 +67,17 @@ class SmallComparison:
 
     def measure_base(self) -> Result:
         """Measure the base."""
-        return self.measure(base_run(self.comparison))
+        return self.measure(stages_of(self.comparison, [])[0][0])
 
-    def measure(self, run: Run) -> Result:
-        """Do a run from its beginning."""
+    def measure(self, run: Run, keep: bool = False) -> Result:
+        """Do a run from its beginning, and perhaps keep its models next to its result."""
         values = {"run": asdict(run), "comparison": asdict(self.comparison), "inputs": self.digests_for(run.variant)}
-        main(json.dumps(values))
+        with pytest.MonkeyPatch.context() as patch:
+            if keep:
+                patch.setattr("midus_hf.compare.run.shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
+            main(json.dumps(values))
         result = read_result(self.folder(run))
         assert result is not None
-        return result
-
-    def measure_and_keep(self, run: Run) -> Result:
-        """Do a run from its beginning, and keep its models beside its result."""
-        result = measure(run, self.comparison, self.digests_for(run.variant))
-        write_result(self.folder(run), result)
         return result
 
     def folder(self, run: Run) -> Path:

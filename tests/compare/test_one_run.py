@@ -10,7 +10,7 @@ from compare.small_comparison import HEADWISE, STEPS, TOKENS_PER_STEP, SmallComp
 from evaluation.questions import write_questions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midus_hf.compare.plan import Run, base_run, control_variants
+from midus_hf.compare.plan import Run, control_variants
 from midus_hf.compare.run import read_result, request_of, write_result
 from midus_hf.evaluation.evaluate import EvaluationSettings, evaluate
 from midus_hf.files.checkpoint_files import CONFIG_FILE
@@ -57,12 +57,12 @@ def kept(room, tmp_path_factory):
     variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"train": {"learning_rate": 1e-3}}}
     comparing = SmallComparison(room, tmp_path_factory.mktemp("kept"), variants, tasks=tasks_in(room))
     base = comparing.measure_base()
-    return comparing, base, {run.variant.name: (run, comparing.measure_and_keep(run)) for run in comparing.runs()}
+    return comparing, base, {run.variant.name: (run, comparing.measure(run, keep=True)) for run in comparing.runs()}
 
 
 def with_the_base_of(kept, comparing: SmallComparison) -> SmallComparison:
     """Return a comparison for which the base was measured already."""
-    write_result(base_run(comparing.comparison).folder(comparing.comparison), kept[1])
+    write_result(Path(comparing.comparison.output_dir, "runs", "base"), kept[1])
     return comparing
 
 
@@ -139,7 +139,7 @@ def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path)
         assert result.shuffled[name] == pytest.approx(packed_loss(tmp_path / "out", text), rel=1e-5)
         assert result.saved[name] == pytest.approx(packed_loss(trained, text), rel=1e-5)
     assert result.shuffled["plants"] != result.saved["plants"]
-    assert {path.name for path in comparing.folder(run).iterdir()} == {"upscaled", "trained"}
+    assert {path.name for path in comparing.folder(run).iterdir()} == {"upscaled", "trained", "shuffled"}
 
 
 def test_run_begins_anew_and_leaves_one_file(room, kept, tmp_path):
@@ -217,7 +217,7 @@ def test_null_control_is_upscaled_and_trained(room, kept, tmp_path, method, name
     control = {one.control: one for one in controls}[name]
     with_the_base_of(kept, comparing)
     run = Run(control, {"learning_rate": 5e-3}, 0)
-    result = comparing.measure_and_keep(run)
+    result = comparing.measure(run, keep=True)
     assert (result.variant, result.control, result.control_of) == (f"{method}+{name}", name, method)
     assert result.rate == {"learning_rate": 5e-3} and result.starts_at_base is True and result.shuffled is None
     new = count(comparing.folder(run) / "upscaled") - count(room / "base")

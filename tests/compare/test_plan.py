@@ -83,7 +83,7 @@ def test_values_learn_ten_times_as_fast_at_a_plain_rate(planned, case):
     comparison, (variant,) = planned({"a": options}, rates=[3e-4])
     rate = {"learning_rate": 3e-4} | ({} if values is None else {"value_learning_rate": values})
     assert variant.rates == [rate] == comparison.rates_of("a")
-    train = Run(variant, rate, 0).training_keys(comparison, "model", Path("run"))
+    train = Run(variant, rate, 0).training_keys(comparison, "model", "run")
     shared = {key: value for key, value in variant.train.items() if key.endswith("value_learning_rate")}
     given = from_mapping(TrainArguments, train)
     assert (given.learning_rate, given.value_learning_rate) == (3e-4, values or shared.get("value_learning_rate"))

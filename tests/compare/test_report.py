@@ -7,19 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from compare.fake_results import (
-    BASE,
-    DOMAIN,
-    FULL,
-    FULL_SLOW,
-    HML,
-    NULL,
-    SOLAR,
-    comparison,
-    found,
-    result,
-    rows_of,
-)
+from compare.fake_results import BASE, DOMAIN, FULL, FULL_SLOW, HML, NULL, SOLAR, comparison, found, result, rows_of
 
 from midus_hf.compare.plan import TaskOptions
 from midus_hf.compare.report import advice, as_json, cautions, draw, findings, metric_of, variants_table, write_report

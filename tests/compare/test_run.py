@@ -13,8 +13,8 @@ from compare.fake_results import result
 from compare.small_comparison import SmallComparison, write_room
 
 from midus_hf.compare import run as run_module
-from midus_hf.compare.plan import Run, Variant, base_run
-from midus_hf.compare.run import code_version, hash_base, hash_text, read_result, request_of, write_result
+from midus_hf.compare.plan import Run, Variant
+from midus_hf.compare.run import code_version, hash_base, hash_text, read_result, request_of, stages_of, write_result
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.arguments import TrainArguments
@@ -32,7 +32,7 @@ comparison = partial(fake_results.comparison, ["hml"])
 
 
 def keys(variant: Variant = VARIANT, rate=None, **changes):
-    return Run(variant, rate or {}, 3).training_keys(comparison(**changes), "model", Path("run"))
+    return Run(variant, rate or {}, 3).training_keys(comparison(**changes), "model", "run")
 
 
 def test_training_keys_have_what_the_comparison_sets():
@@ -118,7 +118,7 @@ def test_each_text_is_read_once_for_all_variants(room, tmp_path, monkeypatch):
     comparing = SmallComparison(room, tmp_path, {"a": {}, "b": {"train": {"corpus": str(room / "corpus" / "1.txt")}}})
     first, second = map(comparing.digests_for, comparing.variants)
     assert first["data"] != second["data"] and first["base"] == second["base"]
-    assert comparing.digests_for(base_run(comparing.comparison).variant) == first
+    assert comparing.digests_for(stages_of(comparing.comparison, [])[0][0].variant) == first
     assert sorted(read) == sorted(set(read)) and len(read) == 5
 
 
