@@ -83,6 +83,9 @@ def test_short_sequence_has_text_end_and_whole_texts():
     *_, last = packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True).sequences
     assert last["position_ids"] == [*range(5), *range(3), *range(4)]
     assert [index for index, label in enumerate(last["labels"]) if label == -100] == [5, 8]
+    texts = rows([document(14, 1), document(3, 2)])  # the last sequence begins with a text, which has its prefix
+    last = packed_sequences(texts, framing_tokenizer("<bos> $A"), 16, documents_apart=False).sequences[1]
+    assert last["input_ids"] == [1, *tiny_tokenizer()(texts["text"][1])["input_ids"], EOS_ID]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 import demo.__main__ as demo
 from demo import phases as module
-from demo.phases import Phases, schedule
+from demo.phases import Phases, TrainingProgress, schedule
 from demo.report import write_report
 from material.smollm2 import tiny_llama
 from midus_hf.training.checkpoints import finish_checkpoint
@@ -164,6 +165,28 @@ def test_schedule_of_a_resumed_run_skips_the_start(tmp_path):
     finish_checkpoint(tmp_path / "checkpoint-10")
     assert "--eval_on_start=false" in schedule(50, 5, tmp_path)
     assert schedule(7, None, tmp_path) == ["--max_steps=7", "--save_steps=2", *ends, "--disable_tqdm=true"]
+
+
+def test_training_progress_counts_steps_and_estimates_the_rest(monkeypatch):
+    """From the checkpoint that a run continues from, and from the last five steps; evaluations before them do not count."""
+    progress, clock = TrainingProgress(50, measures_first=True), time.monotonic
+
+    def after(seconds, *lines):
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + seconds)
+        return [progress.take(line) for line in lines], str(progress)
+
+    resumed, reading = after(0, "resuming from outputs/trained/checkpoint-20\n")
+    assert resumed == [True] and reading.endswith(": step 20 of 50, measuring held-out texts, then in step 21")
+    after(1000, "{'eval_loss': '3.4'}\n")
+    losses = ("{'loss': '3.5', 'epoch': '0.1'}\n", "{'loss': '3.25', 'epoch': '0.1'}\n", "{'eval_loss': '3.1'}\n")
+    shown, steps = after(1100, *losses)
+    assert shown == [False] * 3 and steps.endswith(": step 22 of 50, loss 3.250, about 23 min left")  # 28 of 50 s
+    assert after(1190)[1].endswith(", about 22 min left")
+    assert after(1400)[1].endswith(", loss 3.250, the next has taken 5 min, and those before 50 s each")
+    for step in range(7):
+        after(1400 + 10 * step, losses[0])
+    assert str(progress).endswith(": step 29 of 50, loss 3.500, about 3.5 min left")
+    assert ": step 50 of 50, loss 3.500, measuring held-out texts and saving" in after(1500, *losses[:1] * 21)[1]
 
 
 PROGRAM = """

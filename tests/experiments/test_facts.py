@@ -67,6 +67,18 @@ def test_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     assert model["right"]["one of four"][1] == len(few)
 
 
+def test_lines_of_lists_and_repeated_tokens_are_counted(monkeypatch):
+    model = asked.Asked.__new__(asked.Asked)
+    model.in_front = asked.InFront([{"name": "iron", "text": "A metal."}], asked.the_text)
+    model.tokenizer = lambda texts: {"input_ids": [[1, 2, 3, 4, 1, 2, 3, 4]]}
+    prompts, made = [], [" Gold: 79\n- gold: 79\n- iron: 26\n- tin: 5\nSee tin\n- zinc: 30"]
+    monkeypatch.setattr(model, "continued", lambda texts, tokens: prompts.extend(texts) or made)
+    numbers = {"oxygen": 8, "iron": 26, "gold": 79, "tin": 50, "zinc": 30}
+    known = [{"name": name, "number": number} for name, number in numbers.items()]
+    assert model.lists(known) == {"right": 1, "wrong": 1, "repeated": 2} and model.repeats(known) == 0.2
+    assert prompts[0].startswith("A metal.\n\nA list") and prompts[0].endswith("- oxygen: 8\n- iron: 26\n-")
+
+
 def test_seeds_are_one_point_of_the_picture(tmp_path, monkeypatch):
     def line(model, right, touched, others):
         counts = {"place": [right, 10], "element number": [right, 10], "symbol": [0, 10]}
@@ -216,6 +228,22 @@ def test_edits_are_asked_of_each_size(models, sizes, tmp_path, monkeypatch, caps
     sizes_given = [len(each) for each in given if each is not None]
     assert sizes_given == ([1, 1, 5] if sizes else [2]) * 2
     assert {*given[-1]} >= {"Aalbeck", "Ida Vreeland"} and "gold" not in given[-1]
+
+
+def test_beliefs_are_exchanged_within_their_relation(monkeypatch):
+    facts = [(f"x{number}", f"{number}") for number in range(30)]
+    known = {relation: [*facts] for relation in (beliefs.CAPITAL, beliefs.SYMBOL)}
+    monkeypatch.setattr(beliefs, "believed", lambda base: {relation: [*each] for relation, each in known.items()})
+    edits = beliefs.edits_of_beliefs(None)
+    assert edits == beliefs.edits_of_beliefs(None) and len(edits) == 40
+    for relation in known:
+        own = [each for each in edits if each.prompt == relation.prompt.format(name=each.name)]
+        assert len({each.old for each in own}) == 20 and {each.new for each in own} == {each.old for each in own}
+        assert all(each.new != each.old and (each.name, each.old) in facts for each in own)
+        assert not {each.prompt for each in own} & {each.neighbours[0] for each in own}
+    known[beliefs.SYMBOL] = facts[:2]
+    with pytest.raises(ValueError, match=r"the base answers 2 times rightly to .*; expected three"):
+        beliefs.edits_of_beliefs(None)
 
 
 def test_columns_count_answers(monkeypatch):

@@ -89,6 +89,15 @@ def test_scores_keep_their_dtype(dtype):
     torch.testing.assert_close(scores.double(), exact, rtol=0, atol=0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
+def test_leading_vectors_equal_those_of_an_svd():
+    """Also where the second singular value is near to the first; with the sign of the previous vectors."""
+    left, right = torch.linalg.qr(torch.randn(2, 20, 3, 3, generator=torch.Generator().manual_seed(0)).double())[0]
+    cores = left * torch.tensor([1.0, 0.95, 0.5]) @ right.mT
+    for sign in (1, -1):
+        expected = sign * left[..., 0], sign * right[..., 0]
+        torch.testing.assert_close(leading_vectors(cores, expected[0]), expected, rtol=0, atol=1e-9)
+
+
 def test_signs_last_along_a_path_of_cores():
     """From a core to its negative, past a rotation: each pair of vectors lies on the side of the one before."""
     left = torch.tensor([1.0, 1.0], dtype=torch.float64) / 2**0.5
