@@ -17,12 +17,8 @@ _QWEN_TOWER = {
     **{"patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 64},
 }
 _QWEN_IDS = {"vision_start_token_id": _BEGIN, "vision_end_token_id": _END, "video_token_id": _VIDEO}
-_GEMMA4_TOWER = {
-    **_TOWER,
-    **{"model_type": "gemma4_vision", "num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 64},
-    "patch_size": 4,
-}
-
+_GEMMA4_TOWER = {**_TOWER, "model_type": "gemma4_vision", "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4}
+_GEMMA4_TOWER["position_embedding_size"] = 64
 # For each type: values of its vision tower's config, and of its own.
 _SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (_PATCHED, {"image_token_index": _PICTURE, "mm_tokens_per_image": 4}),
@@ -38,7 +34,6 @@ _SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mistral3": ({**_PATCHED, "image_size": 56, "head_dim": 8}, {"image_token_index": _PICTURE}),
     "qwen3_5": (_QWEN_TOWER, {"image_token_id": _PICTURE, **_QWEN_IDS}),
 }
-
 # In 5.24.0 the forward of llama4 itself raises, with and without pictures: its output asks the language model's for `image_outputs`.
 TYPES = tuple(name for name in _SIZES if name != "llama4" or not transformers.__version__.startswith("5.24."))
 

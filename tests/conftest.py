@@ -30,11 +30,9 @@ import pytest
 import torch
 
 ENVIRONMENT = os.environ
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells start what runs in the background so, and runs leave a signal ignored that was.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
 if not torch.cuda.is_available():
     # Before anything imports a kernel: triton's interpreter runs it on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -78,7 +76,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def runs_all(config: pytest.Config) -> bool:
-    """Return whether tests run with all families and all other values."""
     return config.getoption("--product") or any("::" in argument for argument in config.args)
 
 
@@ -95,7 +92,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Add what failed to the file of `--failed-to`."""
     path = config.getoption("--failed-to")
     failed = [*terminalreporter.stats.get("failed", []), *terminalreporter.stats.get("error", [])]
     if path is not None and failed:
@@ -105,8 +101,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not runs_all(config):
-        paired = keep_pairs(items)
-        sampled = [path.resolve() for path in config.getoption("--each-value")]
+        paired, sampled = keep_pairs(items), [path.resolve() for path in config.getoption("--each-value")]
         in_part = [item for item in paired if any(item.path.is_relative_to(path) for path in sampled)]
         kept = set(paired) - set(in_part) | set(keep_each_value(in_part))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -133,7 +128,6 @@ def no_minute_passes():
 
 @pytest.fixture
 def library_bars() -> Iterator[None]:
-    """Libraries show bars, as they do by themselves."""
     shown = logging.is_progress_bar_enabled()
     logging.enable_progress_bar()
     yield
@@ -180,8 +174,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     find = importlib.util.find_spec
 
     def lack(package: str) -> None:
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest)
-        )
+        found = lambda name, *rest: None if name == package else find(name, *rest)  # noqa: E731
+        monkeypatch.setattr(importlib.util, "find_spec", found)
 
     return lack

@@ -1,5 +1,6 @@
 """Stands for vLLM where it is not installed: its config, passes over parts of requests, and attention to blocks of a cache."""
 
+import itertools
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,26 +13,19 @@ BLOCKS = 50
 
 
 class Engine:
-    """What memories read of vLLM, with a cache of 50 blocks of 4 tokens.
-
-    Args:
-        monkeypatch: The fixture, which takes all of it away.
-    """
+    """What memories read of vLLM, with a cache of 50 blocks of 4 tokens."""
 
     def __init__(self, monkeypatch: Any):
         self.config = SimpleNamespace(
-            kv_transfer_config=None,
-            speculative_config=None,
-            lora_config=None,
+            **dict.fromkeys(("kv_transfer_config", "speculative_config", "lora_config")),
             parallel_config=SimpleNamespace(use_ubatching=False),
             model_config=SimpleNamespace(enable_prompt_embeds=False),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             compilation_config=SimpleNamespace(cudagraph_mode=None),
         )
         self.layers = {"first": Attention("first")}
-        self.context = SimpleNamespace(
-            no_compile_layers=self.layers, attn_metadata=None, slot_mapping={}, additional_kwargs={}
-        )
+        told = {"attn_metadata": None, "slot_mapping": {}, "additional_kwargs": {}}
+        self.context = SimpleNamespace(no_compile_layers=self.layers, **told)
         of_config, of_context = ModuleType("vllm.config"), ModuleType("vllm.forward_context")
         of_config.get_current_vllm_config = lambda: self.config
         of_context.get_forward_context = lambda: self.context
@@ -40,13 +34,10 @@ class Engine:
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "vllm", self.attend)
 
     def serve(self, stack: Any) -> None:
-        """Give each layer of a stack an attention of the engine."""
         self.layers.clear()
         config = stack.config
-        heads = (
-            config.num_key_value_heads,
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        )
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = (config.num_key_value_heads, width)
         types = getattr(config, "layer_types", None) or ["full_attention"] * len(stack.layers)
         for number, (layer, kind) in enumerate(zip(stack.layers, types, strict=True)):
             window = config.sliding_window if kind == "sliding_attention" else None
@@ -75,23 +66,17 @@ class Engine:
     def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
         """Write keys and values `[1, K, T, d]` of a pass into the cache, and attend to it, as vLLM's attention function does."""
         attention = module.attn
-        slots, metadata = (
-            self.context.slot_mapping[attention.layer_name],
-            self.context.attn_metadata[attention.layer_name],
-        )
+        slots = self.context.slot_mapping[attention.layer_name]
+        metadata = self.context.attn_metadata[attention.layer_name]
         attention.write(attention, key[0].transpose(0, 1), value[0].transpose(0, 1), attention.kv_cache, slots)
         keys, values = attention.contents()  # [slots, K, d]
         outputs = []
-        for request, (first, end) in enumerate(
-            zip(metadata.query_start_loc, metadata.query_start_loc[1:], strict=False)
-        ):
+        for request, (first, end) in enumerate(itertools.pairwise(metadata.query_start_loc)):
             length = int(metadata.seq_lens[request])
             for token in range(first, end):
                 position = length - int(end) + token
-                read = torch.arange(
-                    0 if attention.sliding_window is None else max(0, position + 1 - attention.sliding_window),
-                    position + 1,
-                )
+                window = attention.sliding_window or position + 1
+                read = torch.arange(max(0, position + 1 - window), position + 1)
                 at = metadata.block_table[request, read // BLOCK] * BLOCK + read % BLOCK
                 heads = query[0, :, token].unflatten(0, (keys.shape[1], -1))  # [K, G, d]
                 shares = (torch.einsum("kgd,skd->kgs", heads, keys[at]) * attention.impl.scale).softmax(-1)
@@ -104,9 +89,7 @@ class Attention:
 
     has_sink = False
 
-    def __init__(
-        self, name: str, heads: int = 2, width: int = 8, scale: float = 1.0, sliding_window: int | None = None
-    ):
+    def __init__(self, name: str, heads: int = 2, width: int = 8, scale: float = 1.0, sliding_window: Any = None):
         self.layer_name, self.sliding_window = name, sliding_window
         self.kv_cache = torch.zeros(BLOCKS, heads, BLOCK, 2 * width)
         self.attn_backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
@@ -114,7 +97,6 @@ class Attention:
 
     @staticmethod
     def write(attention: Any, key: Any, value: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write keys and values `[T, K, d]` into slots of a cache."""
         halves = cache.view(*cache.shape[:2], 2, -1)
         for token, slot in enumerate(slots.tolist()):
             block, at = divmod(slot, BLOCK)
@@ -122,7 +104,6 @@ class Attention:
             halves[block, :, 1].unflatten(-1, (BLOCK, -1))[:, at] = value[token]
 
     def contents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of all slots, `[slots, K, d]`."""
         keys, values = self.kv_cache.view(*self.kv_cache.shape[:2], 2, -1).unbind(2)
         return (
             keys.unflatten(-1, (-1, BLOCK)).permute(0, 3, 1, 2).flatten(0, 1),

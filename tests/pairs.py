@@ -26,10 +26,7 @@ extent = Extent.USUAL
 
 
 def keep_pairs(items: Iterable[Any]) -> list[Any]:
-    """Of each test, keep every family and every combination of the other parameters, with as few tests as that takes.
-
-    What chooses its families itself, by `parametrize`, stays as it is; what is marked `product` does not stay.
-    """
+    """Of each test whose fixture gives families keep each one and all else once; what is marked `product` does not stay."""
     items = [item for item in items if not any(item.iter_markers("product"))]
     axes = [_axes(item) for item in items]
     families: dict[Hashable, dict[Hashable, int]] = {}
@@ -71,10 +68,7 @@ def keep_each_value(items: Iterable[Any]) -> list[Any]:
 
 
 def by_default(kept: Iterable[Any], values: Iterable[Any], *, fewest: Iterable[Any] | None = None) -> list[Any]:
-    """Parameters of a test that takes long: the kept ones run by default, and all with the product.
-
-    `fewest` run where other versions have run the kept ones; by default all of these.
-    """
+    """Values of which the kept ones run by default, `fewest` where other versions have run them, and all with the product."""
     kept, values = list(kept), list(values)
     fewest = kept if fewest is None else list(fewest)
     assert all(value in values for value in (*kept, *fewest))
@@ -89,13 +83,7 @@ def taking_turns(rows: Iterable[Any], columns: Iterable[Any], *, first: int = 0)
     return [(row, columns[(first + number) % len(columns)]) for number, row in enumerate(rows)]
 
 
-def in_turn(
-    rows: Iterable[Any],
-    columns: Iterable[Any],
-    *,
-    kept: Iterable[Any] | None = None,
-    fewest: Iterable[Any] | None = None,
-) -> list[Any]:
+def in_turn(rows: Iterable[Any], columns: Iterable[Any], *, kept: Any = None, fewest: Any = None) -> list[Any]:
     """Parameters of a test: by default every kept row with one column, the columns in turn, and with the product each with each."""
     rows, columns = list(rows), list(columns)
     usual = taking_turns(rows if kept is None else kept, columns)

@@ -41,6 +41,10 @@ def test_models_are_imported_on_demand(found):
     assert of_models["before and after"] == [True, False, True, True]
     assert not {"peft", "midus_hf.config.yaml_options", "midus_hf.data.corpus"} & {*of_models["imported"]}
     assert of_models["drawn"] == [], "declarations are registered without what takes long to work out"
+    message = "AutoModel knows no type with memory; import midus_hf.models for the families"
+    assert message in found["types are elsewhere"]
+    with pytest.raises(AttributeError, match="module 'midus_hf' has no attribute 'memory'"):
+        midus_hf.memory  # noqa: B018
 
 
 # Imports, in the first place of a process.
@@ -76,7 +80,6 @@ assert {"transformers", "transformers.generation.utils"} <= {*Hook.seen}
 }
 # Each takes seconds. The others run with the product.
 USUAL_ORDERS = ("after the Auto classes", "while a thread loads the Auto classes", "after a hook of another package")
-
 # What an order of imports leads to: where the Auto classes find a config and its model, and finders of the package that stay.
 REGISTERED = """
 import sys
@@ -89,7 +92,6 @@ found = [
     [type(finder).__name__ for finder in sys.meta_path if type(finder).__module__ == "midus_hf"],
 ]
 """
-
 # Imports what transformers imports for a model, which knows nothing of the package, and forks a process for each program.
 EACH_PROGRAM = """
 import contextlib, json, os, sys
@@ -110,7 +112,6 @@ for name, code in json.loads(sys.argv[1]).items():
 
 @pytest.fixture(scope="module")
 def found(request) -> dict[str, Any]:
-    """Return what each program prints in a process that had done nothing else."""
     orders = {order: f"{ORDERS[order]}\n{REGISTERED}" for (order,) in wanted_by_tests(request, "order")}
     line = [sys.executable, "-c", EACH_PROGRAM, json.dumps({**PROGRAMS, **orders})]
     done = subprocess.run(line, capture_output=True, text=True, timeout=600, check=True)
@@ -129,13 +130,3 @@ def test_options_and_files_are_read_without_torch():
     code = "import sys, midus_hf.config, midus_hf.files.outputs; print({'torch', 'transformers', 'numpy'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "set()\n"
-
-
-def test_unknown_transformers_layout_is_named(found):
-    message = "AutoModel knows no type with memory; import midus_hf.models for the families"
-    assert message in found["types are elsewhere"]
-
-
-def test_unknown_attribute_is_named():
-    with pytest.raises(AttributeError, match="module 'midus_hf' has no attribute 'memory'"):
-        midus_hf.memory  # noqa: B018

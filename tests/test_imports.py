@@ -48,10 +48,7 @@ def repository(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "tests"),
     [
-        (
-            "midus_hf/__init__.py",
-            {"data/test_rows", "test_ops", "test_program"},
-        ),  # every import of the package runs it
+        ("midus_hf/__init__.py", {"data/test_rows", "test_ops", "test_program"}),  # every import of the package runs
         ("midus_hf/data/table.py", {"data/test_rows", "test_program"}),
         ("midus_hf/data/table.json", {"data/test_rows", "test_program"}),
         ("midus_hf/ops.py", {"test_ops", "test_program"}),
@@ -76,9 +73,8 @@ def test_shared_and_removed_files_choose_every_test(changed, repository):
 
 def test_changes_since_a_branch_include_untracked_files(repository):
     def git(*words: str) -> None:
-        imports.subprocess.run(
-            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=repository, check=True
-        )
+        line = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        imports.subprocess.run(line, cwd=repository, check=True)
 
     git("init", "-q", "-b", "main")
     git("add", ".")

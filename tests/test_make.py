@@ -13,7 +13,6 @@ from midus_hf.version import NEWEST_TRIED_TRANSFORMERS
 
 ROOT = Path(__file__).parent.parent
 CONSTRAINED = re.search(r"^transformers==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
-
 PYTHON = """#!/bin/sh
 case "$*" in
 *"-m pytest"*) echo "ran $0 threads=$OMP_NUM_THREADS aten=$ATEN_CPU_CAPABILITY onednn=$ONEDNN_MAX_CPU_ISA $*" >> "$LOG";;
@@ -54,8 +53,7 @@ def test_make_test_names_what_failed(make):
     status, report, ran = make("test")
     assert status == 0 and len(ran) == 1 and not any("Failed" in line for line in report)
     status, report, ran = make("test", failing="newest/bin/python")
-    assert status != 0
-    assert [Path(line.split()[1]).parts[-3] for line in ran] == ["newest"]
+    assert status != 0 and [Path(line.split()[1]).parts[-3] for line in ran] == ["newest"]
     assert report[-2:] == ["Failed: test-newest", "test-newest:tests/test_a.py::test_b[1]"]
 
 
@@ -65,15 +63,12 @@ def test_changed_files_choose_the_tests(make):
     assert make("test", "CHANGED=1")[::2] == (0, [])
 
 
-@pytest.mark.parametrize(
-    ("lot", "setting"),
-    [
-        ("avx2", "threads=1 aten=avx2 onednn=AVX2"),
-        ("sse41", "threads=1 aten= onednn=SSE41 "),
-        ("two-threads", "threads=2 aten= onednn= "),
-        ("seed-17", "--hypothesis-seed=17 "),
-    ],
-)
+@pytest.mark.parametrize(("lot", "setting"), [
+    ("avx2", "threads=1 aten=avx2 onednn=AVX2"),
+    ("sse41", "threads=1 aten= onednn=SSE41 "),
+    ("two-threads", "threads=2 aten= onednn= "),
+    ("seed-17", "--hypothesis-seed=17 "),
+])  # fmt: skip
 def test_lot_can_be_chosen(lot, setting, make):
     status, report, (ran,) = make("test-lot", f"LOT={lot}")
     assert status == 0 and setting in ran and any(f"make test-lot LOT={lot}" in line for line in report)
@@ -98,10 +93,10 @@ def test_newer_release_runs_what_depends_on_it(make, tmp_path):
     assert failures.read_text() == "tests/test_a.py::test_b[1]\n"
 
 
-@pytest.mark.parametrize(
-    ("newest", "line"),
-    [(CONSTRAINED, f"transformers {CONSTRAINED} is the newest"), ("", "the registry does not answer")],
-)
+NO_NEWER = {CONSTRAINED: f"transformers {CONSTRAINED} is the newest", "": "the registry does not answer"}
+
+
+@pytest.mark.parametrize(("newest", "line"), NO_NEWER.items())
 def test_missing_newer_release_gives_one_line(newest, line, make):
     status, report, ran = make("test-newest-release", newest=newest)
     assert status == 0 and len(report) == 1 and line in report[0] and not ran

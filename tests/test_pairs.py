@@ -34,10 +34,7 @@ def test_every_family_and_other_parameter_stays(num_sizes):
     of_test = [item for item in kept if item.nodeid.startswith("test")]
     assert values_of(of_test, "family") == set("abcde") and values_of(of_test, "size") == set(range(num_sizes))
     assert len(of_test) == max(5, num_sizes) and len(kept) == len(of_test) + 3
-
-
-def test_unpaired_tests_stay_and_product_ones_do_not():
-    stay = [item("plain", size=size) for size in range(4)]
+    stay = [item("plain", size=size) for size in range(4)]  # those that are not paired, but not of the product
     stay += product("chosen", "abc", range(2), marks={"parametrize": "size, family"})
     assert keep_pairs([*stay, item("plain", size=5, marks={"product": None})]) == stay
 
@@ -81,15 +78,12 @@ def test_other_values_run_with_the_product(run_with):
     assert by_default([1], values) == [1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "product", "each_value", "extent"),
-    [
-        (["tests"], False, [], Extent.USUAL),
-        (["tests"], False, ["tests/models"], Extent.FEWEST),
-        (["tests"], True, [], Extent.ALL),
-        (["tests/test_pairs.py::test"], False, ["tests/models"], Extent.ALL),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "product", "each_value", "extent"), [
+    (["tests"], False, [], Extent.USUAL),
+    (["tests"], False, ["tests/models"], Extent.FEWEST),
+    (["tests"], True, [], Extent.ALL),
+    (["tests/test_pairs.py::test"], False, ["tests/models"], Extent.ALL),
+])  # fmt: skip
 def test_command_words_choose_the_extent(arguments, product, each_value, extent, run_with, pytestconfig):
     run_with(Extent.USUAL)
     options = {"--product": product, "--each-value": each_value}

@@ -34,10 +34,8 @@ def test_models_are_loaded_in_one_place():
 
 def test_loads_state_trust_in_code():
     """Calls by which an Auto class may load code of a model, `partial(AutoTokenizer.from_pretrained, ...)` among them."""
-    calls = {}
-    for file in (
-        file for folder in ("midus_hf", "upscalers", "demo", "scripts") for file in (ROOT / folder).rglob("*.py")
-    ):
+    calls, folders = {}, [ROOT / name for name in ("midus_hf", "upscalers", "demo", "scripts")]
+    for file in (file for folder in folders for file in folder.rglob("*.py")):
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             parts = (ast.unparse(part) for part in (call.func, *call.args)) if isinstance(call, ast.Call) else ()
             if any(re.match(r"(Auto\w*|auto_class_of\(.*\))\.from_(pretrained|config)$", part) for part in parts):
@@ -46,14 +44,10 @@ def test_loads_state_trust_in_code():
     assert [place for place, keywords in calls.items() if "trust_remote_code" not in keywords] == []
 
 
-@pytest.mark.parametrize(
-    ("load", "config", "message"),
-    [
-        (load_tokenizer, '{"auto_map": {"AutoTokenizer": ["own.Own", null]}}', "contains custom code which"),
-        (load_model, '{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}', "trust_remote_code"),
-    ],
-    ids=["tokenizer", "model"],
-)
+@pytest.mark.parametrize(("load", "config", "message"), [
+    (load_tokenizer, '{"auto_map": {"AutoTokenizer": ["own.Own", null]}}', "contains custom code which"),
+    (load_model, '{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}', "trust_remote_code"),
+], ids=["tokenizer", "model"])  # fmt: skip
 def test_untrusted_code_is_not_run(load, config, message, tmp_path):
     save_byte_model("llama", tmp_path)
     for file in tmp_path.glob("tokenizer*"):
@@ -66,10 +60,10 @@ def test_untrusted_code_is_not_run(load, config, message, tmp_path):
         load(str(tmp_path), trust_remote_code=True)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["tokenizer.json", "config.json", "generation_config.json", "model.safetensors", "adapter_model.safetensors"],
-)
+NAMES = "tokenizer.json config.json generation_config.json model.safetensors adapter_model.safetensors".split()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_lfs_files_are_named(tmp_path, name):
     load = load_tokenizer if name == "tokenizer.json" else load_model
     save_byte_model("llama", tmp_path)
@@ -93,21 +87,17 @@ def _template(single: str) -> processors.PostProcessor:
     return processors.TemplateProcessing(single=single, special_tokens=[("<bos>", 1), ("<eos>", 2)])
 
 
-@pytest.mark.parametrize(
-    ("processor", "before"),
-    [
-        (None, []),
-        (_template("<bos> $A"), [1]),
-        (_template("$A <eos>"), []),
-        (_template("<bos> $A <eos>"), [1]),
-        (processors.Sequence([processors.ByteLevel(), _template("<bos> $A <eos>")]), [1]),
-        (processors.ByteLevel(), []),
-        (processors.RobertaProcessing(("<eos>", 2), ("<bos>", 1)), [1]),
-    ],
-)
+@pytest.mark.parametrize(("processor", "before"), [
+    (None, []),
+    (_template("<bos> $A"), [1]),
+    (_template("$A <eos>"), []),
+    (_template("<bos> $A <eos>"), [1]),
+    (processors.Sequence([processors.ByteLevel(), _template("<bos> $A <eos>")]), [1]),
+    (processors.ByteLevel(), []),
+    (processors.RobertaProcessing(("<eos>", 2), ("<bos>", 1)), [1]),
+])  # fmt: skip
 def test_open_text_keeps_only_prefix_tokens(processor, before, tmp_path):
-    folder = save_byte_model("llama", tmp_path)
-    tokenizer = byte_tokenizer()
+    folder, tokenizer = save_byte_model("llama", tmp_path), byte_tokenizer()
     plain = tokenizer("a text").input_ids
     if processor is not None:
         tokenizer.backend_tokenizer.post_processor = processor
@@ -143,53 +133,33 @@ def test_slow_tokenizer_leaves_the_end_token_out(obeys):
 BACKEND = "Couldn't instantiate the backend from one of:{}(1) a serialization file, {}(2) a slow one."
 
 
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("one\ntwo", "one"),
-        ("", "ValueError"),
-        (BACKEND.format("\n", "\n") + " \n\nYou need more.", BACKEND.format(" ", "")),
-        ("refused:\n\n  this\nand that", "refused: this and that"),
-        ("refused:", "refused:"),
-        ("many: a\nb", "many: a"),
-        ("many:\n" + "word " * 200, "many: " + "word " * 78 + "..."),
-    ],
-)
+@pytest.mark.parametrize(("message", "expected"), [
+    ("one\ntwo", "one"),
+    ("", "ValueError"),
+    (BACKEND.format("\n", "\n") + " \n\nYou need more.", BACKEND.format(" ", "")),
+    ("refused:\n\n  this\nand that", "refused: this and that"),
+    ("refused:", "refused:"),
+    ("many: a\nb", "many: a"),
+    ("many:\n" + "word " * 200, "many: " + "word " * 78 + "..."),
+])  # fmt: skip
 def test_first_line_of_an_error_is_complete(message, expected):
-    assert first_line(ValueError(message)) == expected
-    assert len(expected) <= 400
+    assert first_line(ValueError(message)) == expected and len(expected) <= 400
 
 
-@pytest.mark.parametrize(
-    ("name", "files", "message"),
-    [
-        (
-            "adapter",
-            ["adapter_config.json"],
-            "'adapter', an adapter of PEFT; expected a whole model. Merge the adapter",
-        ),
-        (
-            "folder",
-            ["model.gguf"],
-            "'folder/model.gguf', a GGUF file; expected a folder of safetensors. Write one first",
-        ),
-        ("folder/model.gguf", ["model.gguf"], "'folder/model.gguf', a GGUF file; expected a folder of safetensors."),
-        ("folder", ["notes.txt"], "'folder', a folder without config.json; expected that of a saved model."),
-        (
-            "folder",
-            ["checkpoint-9/config.json", "checkpoint-10/config.json", "checkpoint-11/notes.txt"],
-            "'folder', a folder without config.json; expected that of a saved model, such as checkpoint-10 in it.",
-        ),
-        (
-            "folder/notes.txt",
-            ["notes.txt"],
-            "'folder/notes.txt', a file; expected the folder of a model, or its Hub id.",
-        ),
-        ("./absent", [], "'./absent', which does not exist; expected the folder of a model, or its Hub id."),
-        ("owner/absent", [], "'owner/absent', which is no folder here, and the Hub cannot be reached"),
-        ("owner--x/absent", [], "'owner--x/absent', which is no folder here and not on the Hub;"),
-    ],
-)
+@pytest.mark.parametrize(("name", "files", "message"), [
+    ("adapter", ["adapter_config.json"], "'adapter', an adapter of PEFT; expected a whole model. Merge"),
+    ("folder", ["model.gguf"], "'folder/model.gguf', a GGUF file; expected a folder of safetensors. Write"),
+    ("folder/model.gguf", ["model.gguf"], "'folder/model.gguf', a GGUF file; expected a folder of safetensors."),
+    ("folder", ["notes.txt"], "'folder', a folder without config.json; expected that of a saved model."),
+    (
+        "folder",
+        ["checkpoint-9/config.json", "checkpoint-10/config.json", "checkpoint-11/notes.txt"],
+        "'folder', a folder without config.json; expected that of a saved model, such as checkpoint-10 in it."),
+    ("folder/notes.txt", ["notes.txt"], "'folder/notes.txt', a file; expected the folder of a model, or its Hub"),
+    ("./absent", [], "'./absent', which does not exist; expected the folder of a model, or its Hub id."),
+    ("owner/absent", [], "'owner/absent', which is no folder here, and the Hub cannot be reached"),
+    ("owner--x/absent", [], "'owner--x/absent', which is no folder here and not on the Hub;"),
+])  # fmt: skip
 def test_wrong_model_names_are_refused(name, files, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for file in files:
@@ -211,16 +181,13 @@ def test_cached_model_is_not_fetched(tmp_path, monkeypatch):
     assert calls == [("owner/new",)]
 
 
-@pytest.mark.parametrize(
-    ("key", "name", "expected"),
-    [
-        *((key, name, "a dataset id") for key, name in (("corpus", "texts/of/mine"), ("dataset_name", "/absent"))),
-        *((key, "./absent", "a dataset id") for key in ("protect", "eval_text.wiki")),
-        ("tree", "absent", "a tree of topics"),
-        ("config_name", "./absent", "a file, a folder or a Hub id"),
-        ("tokenizer_name", "./absent", "a folder or a Hub id"),
-    ],
-)
+@pytest.mark.parametrize(("key", "name", "expected"), [
+    *((key, name, "a dataset id") for key, name in (("corpus", "texts/of/mine"), ("dataset_name", "/absent"))),
+    *((key, "./absent", "a dataset id") for key in ("protect", "eval_text.wiki")),
+    ("tree", "absent", "a tree of topics"),
+    ("config_name", "./absent", "a file, a folder or a Hub id"),
+    ("tokenizer_name", "./absent", "a folder or a Hub id"),
+])  # fmt: skip
 def test_absent_path_is_named_by_its_key(key, name, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=rf"^{key} is '{name}', which does not exist; expected .*{expected}\.$"):
@@ -237,27 +204,23 @@ def test_check_sources_reports_the_model_first(tmp_path):
         check_sources([("corpus", "/absent"), ("model_name_or_path", "/absent")])
 
 
-def test_default_device_is_the_first_gpu():
-    assert usable_device(None) == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert usable_device("cpu", "float64") == "cpu"
-
-
 @pytest.mark.parametrize("device", ["cuda:99", "gpu", "meta", "hpu", "privateuseone"])
 def test_unusable_device_is_refused(device):
+    assert (
+        usable_device(None) == ("cuda" if torch.cuda.is_available() else "cpu")
+        and usable_device("cpu", "float64") == "cpu"
+    )
     message = rf"^device is '{device}', which cannot be used here \(.+\); expected one of: cpu(, cuda)?\.$"
     with pytest.raises(ValueError, match=message):
         usable_device(device)
 
 
-@pytest.mark.parametrize(
-    ("models", "expected"),
-    [
-        (["runs/base", "runs/trained/"], ["base", "trained"]),
-        (["HuggingFaceTB/SmolLM2-135M-Instruct"], ["SmolLM2-135M-Instruct"]),
-        (["a/model", "b/model"], ["a/model", "b/model"]),
-        (["."], ["."]),
-    ],
-)
+@pytest.mark.parametrize(("models", "expected"), [
+    (["runs/base", "runs/trained/"], ["base", "trained"]),
+    (["HuggingFaceTB/SmolLM2-135M-Instruct"], ["SmolLM2-135M-Instruct"]),
+    (["a/model", "b/model"], ["a/model", "b/model"]),
+    (["."], ["."]),
+])  # fmt: skip
 def test_models_have_short_names(models, expected):
     assert short_names(models) == expected
 
@@ -293,11 +256,6 @@ def test_bars_print_a_line_a_minute(make_bar, context, monkeypatch, capsys):
         bar.close()
         print("a line", file=sys.stderr)
     lines = [line.partition("[")[0] for line in capsys.readouterr().err.splitlines()]
-    assert "reading: 100%|##########| 2/2 " in lines
-    assert (lines[-1] == "a line") == (context is limit_bars)
-
-
-def test_bars_are_of_the_first_process(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(bars, "_SECONDS_PER_LINE", 0)
+    assert "reading: 100%|##########| 2/2 " in lines and (lines[-1] == "a line") == (context is limit_bars)
+    monkeypatch.setenv("RANK", "1")  # bars are of the first process
     assert [*show_progress("ab")] == ["a", "b"] and not capsys.readouterr().err

@@ -21,19 +21,11 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 NUM_LAYERS = 4
 # Sliding window of the families that have one: shorter than the prompts of the tests.
 WINDOW = 8
-
 _COMMON: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+_SLIDING = {"sliding_window": WINDOW}
 
 
 @dataclass(frozen=True)
@@ -56,23 +48,17 @@ FAMILIES = {
         TinyFamily(
             "qwen2",
             Qwen2Config,
-            {
-                "use_sliding_window": True,
-                "sliding_window": WINDOW,
-                "max_window_layers": 2,
-                "tie_word_embeddings": True,
-            },
+            {**_SLIDING, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
         ),
         TinyFamily("qwen3", Qwen3Config, {"head_dim": 16, "tie_word_embeddings": False}),
         TinyFamily("gemma2", Gemma2Config, {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
         TinyFamily(
             "gemma3",
             Gemma3TextConfig,
-            {"head_dim": 16, "sliding_window": WINDOW, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+            {**_SLIDING, "head_dim": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
         ),
     )
 }
-
 # All that methods take.
 NATIVE_FAMILIES = FAMILIES | {
     family.name: family
@@ -120,5 +106,4 @@ def logits(model: Any, tokens: torch.Tensor | None = None, **arguments: Any) -> 
 
 
 def json_rows(path: str | Path) -> list[dict[str, Any]]:
-    """Return the objects in the lines of a file."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line]

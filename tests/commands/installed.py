@@ -1,12 +1,13 @@
 """The commands that are installed, each run as its entry point runs it."""
 
 import importlib
+import json
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -15,6 +16,17 @@ from midus_hf.cli import entry_points
 REPOSITORY = Path(__file__).parents[2]
 ENTRY_POINTS: dict[str, str] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
 COMMANDS = ("upscale", *(f"midus {name}" for name in entry_points.COMMANDS))
+
+
+class Outcome(NamedTuple):
+    """How a command or a script ended, and what it printed."""
+
+    status: int | str | None
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        return json.loads(self.out)
 
 
 def main_of(command: str) -> Callable[..., Any]:
@@ -34,9 +46,7 @@ def run_in_process(command: str, words: list[str], monkeypatch: pytest.MonkeyPat
         return 1
 
 
-def run_alone(
-    command: str, words: list[str], afterwards: str = "", folder: Path | None = None
-) -> subprocess.CompletedProcess:
+def run_alone(command: str, words: list[str], afterwards: str = "", folder: Path | None = None) -> Any:
     """Run the command in a process of its own, in a folder, and then some Python."""
     program, *names = command.split()
     module, _, function = ENTRY_POINTS[program].partition(":")

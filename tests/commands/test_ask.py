@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from look.upscaled_folders import loaded
-from models.pack_models import tiny_tokenizer
+from models.pack_models import chat_tokenizer, tiny_tokenizer
 from sft.tiny_chats import write_rows
 from tokenizers import processors
 from topics.trees import random_tree
@@ -31,7 +31,6 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def ask(as_command):
-    """Return a function that runs the command, and returns its status, its output and its errors."""
     return lambda *words: as_command("midus ask")(*words, "--max-new-tokens", 5)
 
 
@@ -43,7 +42,6 @@ def answer_of(folder, text, tokenizer=None, **options):
 
 
 def with_packs(folder, tokenizer, rows, **options):
-    """Save a model with packs, whose glossary has these rows."""
     save_tiny_model("llama", folder / "base")
     tokenizer.save_pretrained(folder / "base")
     options |= {"corpus": str(write_rows(folder / "rows.jsonl", rows))}
@@ -52,19 +50,16 @@ def with_packs(folder, tokenizer, rows, **options):
 
 
 def test_chat_template_frames_the_question_unless_plain(model, ask, tmp_path):
-    tokenizer, folder = letter_tokenizer(), shutil.copytree(model, tmp_path / "model")
-    tokenizer.chat_template = "w1 {{ messages[0]['content'] }} w2"
-    tokenizer.save_pretrained(folder)
-    assert ask(folder, QUESTION) == (0, answer_of(model, f"w1 {QUESTION} w2") + "\n", "")
-    assert ask(folder, QUESTION, "--plain") == (0, answer_of(model, QUESTION) + "\n", "")
-
-
-def test_question_does_not_end_with_an_end_token(model, ask, tmp_path):
+    """No end token follows it."""
     tokenizer, folder = letter_tokenizer(), shutil.copytree(model, tmp_path / "model")
     behind = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)])
     tokenizer.backend_tokenizer.post_processor = behind
     tokenizer.save_pretrained(folder)
     assert ask(folder, QUESTION) == (0, answer_of(model, QUESTION) + "\n", AS_TEXT)
+    tokenizer.chat_template = "w1 {{ messages[0]['content'] }} w2"
+    tokenizer.save_pretrained(folder)
+    assert ask(folder, QUESTION) == (0, answer_of(model, f"w1 {QUESTION} w2") + "\n", "")
+    assert ask(folder, QUESTION, "--plain") == (0, answer_of(model, QUESTION) + "\n", "")
 
 
 def test_answer_is_greedy_whatever_the_models_settings(model, ask, tmp_path):
@@ -82,8 +77,7 @@ def test_questions_of_a_file_are_asked_in_order_with_one_load(model, ask, tmp_pa
     monkeypatch.setattr(saved_models, "load_for_reading", lambda *words: loads.append(words) or load(*words))
     assert ask(model, "--questions", tmp_path / "questions.txt") == (0, out, AS_TEXT)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"\ufeff{QUESTION}\n{other}"))
-    assert ask(model, "--questions", "-") == (0, out, AS_TEXT)
-    assert len(loads) == 2
+    assert ask(model, "--questions", "-") == (0, out, AS_TEXT) and len(loads) == 2
 
 
 def test_wrong_questions_are_refused_before_loading(model, ask, tmp_path):
@@ -131,16 +125,13 @@ def test_unreadable_question_is_refused_in_one_line(ask, tmp_path):
         assert all(message in err for message in messages)
 
 
-@pytest.mark.parametrize(
-    ("path", "line"),
-    [
-        ([1, 4], "blocks 1:1, 2:4 are read\n"),
-        ([-1, -1], "no topic is close: the generic memory is read\n"),
-        ([1, 5], "blocks 1:1 are read; deleted: 2:5\n"),
-        ([1, 3], "blocks 1:1 are read; never trained: 2:3\n"),
-        ([0, 1], "no block is read; deleted: 1:0; never trained: 2:1\n"),
-    ],
-)
+@pytest.mark.parametrize(("path", "line"), [
+    ([1, 4], "blocks 1:1, 2:4 are read\n"),
+    ([-1, -1], "no topic is close: the generic memory is read\n"),
+    ([1, 5], "blocks 1:1 are read; deleted: 2:5\n"),
+    ([1, 3], "blocks 1:1 are read; never trained: 2:3\n"),
+    ([0, 1], "no block is read; deleted: 1:0; never trained: 2:1\n"),
+])  # fmt: skip
 def test_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, monkeypatch):
     retriever = SimpleNamespace(tree=None, paths=lambda texts: torch.tensor([path]))
     monkeypatch.setattr("midus_hf.topics.memory_retriever.MemoryRetriever.load", lambda folder, device: retriever)
@@ -184,12 +175,8 @@ def test_names_of_packs_precede_the_question_and_are_listed(ask, tmp_path):
 
 @pytest.fixture(scope="module")
 def of_chats(tmp_path_factory):
-    """A tokenizer with a chat template, and a model with packs that has it."""
     folder, tokenizer = tmp_path_factory.mktemp("chats"), tiny_tokenizer()
-    tokenizer.chat_template = (
-        "Ironing.\n{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n"
-        "{% endfor %}(A)"
-    )
+    tokenizer.chat_template = f"Ironing.\n{chat_tokenizer().chat_template}"
     rows = [{"name": name, "text": "(26)"} for name in ("Iron", "Steel", "Tin")]
     return tokenizer, with_packs(folder, tokenizer, rows)
 

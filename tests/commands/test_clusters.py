@@ -28,7 +28,6 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tree(bert, corpus, tmp_path_factory):
-    """A tree that the command has built."""
     output = tmp_path_factory.mktemp("built") / "tree"
     assert main(build_words(bert, corpus, output)) == 0
     return str(output)
@@ -132,21 +131,17 @@ def test_topic_names_are_the_nodes_of_a_tree(named, tmp_path, capsys):
     assert "paths are those" not in capsys.readouterr().err, "a tree of clusters has no names"
 
 
-@pytest.mark.parametrize(
-    ("words", "row", "message"),
-    [
-        (["--topic-column", "kind"], {}, "the corpus has no column 'kind', only body, topic, part; expected a column with the name"),
-        (["--topic-column", "topic"], {"topic": " "}, "row 61 of the corpus, without blank ones, has ' ' under 'topic'; expected"),
-        (["--topic-column", "topic"], {"topic": 3}, "row 61 of the corpus, without blank ones, has 3 under 'topic'; expected"),
-        (["--topic-column", "topic", "--levels", "2"], {}, "--topic-column is 'topic', whose names are the nodes; --branching"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "row", "message"), [
+    (["--topic-column", "kind"], {}, "the corpus has no column 'kind', only body, topic, part; expected a column with the name"),
+    (["--topic-column", "topic"], {"topic": " "}, "row 61 of the corpus, without blank ones, has ' ' under 'topic'; expected"),
+    (["--topic-column", "topic"], {"topic": 3}, "row 61 of the corpus, without blank ones, has 3 under 'topic'; expected"),
+    (["--topic-column", "topic", "--levels", "2"], {}, "--topic-column is 'topic', whose names are the nodes; --branching"),
+])  # fmt: skip
 def test_wrong_topic_names_are_refused(named, words, row, message, capsys):
     build, corpus, _ = named
     if row:
         corpus.write_text(corpus.read_text() + json.dumps({"body": "w1", "topic": "a", "part": "b", **row}) + "\n")
-    assert build(*words) == 2
-    assert message in capsys.readouterr().err
+    assert build(*words) == 2 and message in capsys.readouterr().err
 
 
 def test_assign_keeps_json_values_and_writes_others_as_text(tree, tmp_path, capsys):
@@ -186,8 +181,7 @@ REFUSALS = [
     (f"build --corpus absent {MODELS}", "corpus is 'absent', which is no file or"),
     (
         "build --corpus CORPUS --column body --embedding-model no --tokenizer BERT --output out",
-        "embedding model is 'no', which is no folder here, and the Hub cannot be reached",
-    ),
+        "embedding model is 'no', which is no folder here, and the Hub cannot be reached"),
     ("build --corpus CORPUS --embedding-model BERT --tokenizer no --output out", "tokenizer is 'no', which is no folder here, and"),
     ("build --corpus CORPUS --column body --embedding-model BERT --tokenizer EMPTY --output out", "tokenizer is 'EMPTY', which"),
     (f"build --corpus CORPUS {MODELS}", "corpus 'CORPUS' has no column 'text', only body, topic; set text_column"),

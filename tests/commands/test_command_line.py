@@ -17,8 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 import typer
-from commands.conftest import Done
-from commands.installed import COMMANDS, ENTRY_POINTS, REPOSITORY, run_alone, run_in_process
+from commands.installed import COMMANDS, ENTRY_POINTS, REPOSITORY, Outcome, run_alone, run_in_process
 
 from midus_hf.cli import entry_points
 from midus_hf.config.errors import RequestError
@@ -95,9 +94,6 @@ def room(tmp_path, monkeypatch):
     return tmp_path
 
 
-# Help
-
-
 def test_help_and_completion_import_nothing_heavy():
     """Ask for the help of each command, all in one process; those with keys come last, whose parser is that of Transformers."""
     commands = [command.split() for command in (*(each for each in COMMANDS if each not in WITH_KEYS), *WITH_KEYS)]
@@ -120,11 +116,8 @@ def test_package_is_the_command_for_launchers():
     assert done.stderr == "midus flops: No such option: --no-such-option. See 'midus flops --help'.\n"
 
 
-@pytest.mark.parametrize(
-    "command", [command for command in (*COMMANDS, *SUBCOMMANDS, "midus") if command not in WITH_KEYS]
-)
+@pytest.mark.parametrize("command", [one for one in (*COMMANDS, *SUBCOMMANDS, "midus") if one not in WITH_KEYS])
 def test_each_help_fits_one_screen(command, as_command):
-    """Hold each help to 50 lines of 80 columns."""
     run = as_command(command, columns="80")
     status, out, _ = run("--help")
     lines = out.splitlines()
@@ -141,15 +134,12 @@ def test_command_without_words_shows_its_help(command, as_command):
     assert as_command(command)("--version")[:2] == (0, f"{__version__}\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("midus trian", "midus: No such command 'trian'. Did you mean 'train'? See 'midus --help'."),
-        ("midus look usge model", "midus look: No such command 'usge'. Did you mean 'usage'? See 'midus look --help'."),
-        ("midus flops model --bach 2", "midus flops: No such option: --bach (Possible options: --batch). See 'midus flops --help'."),
-        ("upscale strip --k", "upscale strip: No such option: --k. See 'upscale strip --help'."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "line"), [
+    ("midus trian", "midus: No such command 'trian'. Did you mean 'train'? See 'midus --help'."),
+    ("midus look usge model", "midus look: No such command 'usge'. Did you mean 'usage'? See 'midus look --help'."),
+    ("midus flops model --bach 2", "midus flops: No such option: --bach (Possible options: --batch). See 'midus flops --help'."),
+    ("upscale strip --k", "upscale strip: No such option: --k. See 'upscale strip --help'."),
+])  # fmt: skip
 def test_typo_is_answered_with_the_nearest_word(words, line, as_command):
     program, *rest = words.split()
     assert as_command(program)(*rest) == (2, "", f"{line}\n")
@@ -175,17 +165,14 @@ sys.exit(run_command(app, [], name="work"))
 FULL = "work: done, but not all output could be written: No space left on device\n"
 
 
-@pytest.mark.parametrize(
-    ("stdout", "stderr", "status", "said"),
-    [
-        ("closed pipe", "pipe", 0, "and more\n"),
-        ("/dev/full", "pipe", 3, f"and more\n{FULL}"),
-        ("pipe", "/dev/full", 3, None),
-        ("pipe", "closed pipe", 0, None),
-        ("closed", "pipe", 0, "and more\n"),
-        ("pipe", "closed", 0, None),
-    ],
-)
+@pytest.mark.parametrize(("stdout", "stderr", "status", "said"), [
+    ("closed pipe", "pipe", 0, "and more\n"),
+    ("/dev/full", "pipe", 3, f"and more\n{FULL}"),
+    ("pipe", "/dev/full", 3, None),
+    ("pipe", "closed pipe", 0, None),
+    ("closed", "pipe", 0, "and more\n"),
+    ("pipe", "closed", 0, None),
+])  # fmt: skip
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
 def test_output_that_cannot_be_written_costs_no_work(stdout, stderr, status, said, options, tmp_path):
     """What is printed is read by nobody, as by `| head`, or goes to a full disk, or to a stream that the shell closed."""
@@ -199,8 +186,7 @@ def test_output_that_cannot_be_written_costs_no_work(stdout, stderr, status, sai
         closes += f" {number}>&-" * (kind == "closed")
     words = ["sh", "-c", f'exec "$@"{closes}', "sh", sys.executable, *options, "-c", PRINTS_THEN_WORKS]
     done = subprocess.run(words, cwd=tmp_path, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, **streams)
-    assert (tmp_path / "made").read_text() == "whole"
-    assert done.returncode == status
+    assert (tmp_path / "made").read_text() == "whole" and done.returncode == status
     assert said is None or done.stderr == said
     assert stdout != "pipe" or done.stdout == f"beginning with \xfc and \\udcff\n{'x' * 100_000}\ndone\n"
 
@@ -212,23 +198,16 @@ def test_letters_that_a_terminal_lacks_are_escaped(tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("beginning with \\xfc and \\udcff\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        ("midus ", "train"),
-        ("midus flops --ba", "--batch"),
-        ("upscale strip --ou", "--output"),
-    ],
-)
+COMPLETED = [("midus ", "train"), ("midus flops --ba", "--batch"), ("upscale strip --ou", "--output")]
+
+
+@pytest.mark.parametrize(("words", "completed"), COMPLETED)
 def test_shells_complete_commands_and_options(words, completed, as_command, monkeypatch):
     program = words.split()[0]
     monkeypatch.setenv(f"_{program.upper()}_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
     assert completed in as_command(program)().out.splitlines()  # the help would name the word within a line
-
-
-# Requests
 
 
 def commands_with_a_device() -> Iterator[str]:
@@ -310,7 +289,6 @@ TOLD_WITHOUT_TORCH = {
 
 
 def test_wrong_requests_are_refused_without_torch(room):
-    """In one process, one after the other."""
     code = f"""
 for words in {[*TOLD_WITHOUT_TORCH]!r}:
     sys.argv = ["midus", *words.split()]
@@ -331,19 +309,14 @@ def test_training_refuses_an_adapter_as_a_model(command, recipe, room, as_comman
     assert done.status == 2 and ADAPTER in done.err
 
 
-# Work
-
-
 # Commands, what stops their work, and the status.
-STOPS = [
-    *((command, RuntimeError, 1) for command in COMMANDS),
+STOPS = [(command, RuntimeError, 1) for command in COMMANDS] + [
     ("midus edit", OSError, 1),
     ("midus edit", EOFError, 1),
 ]
 STOPS += [
     ("midus edit", KeyboardInterrupt, 130),
-    ("midus edit", signal.SIGTERM, 143),
-    ("midus train", signal.SIGTERM, 143),
+    *((name, signal.SIGTERM, 143) for name in ("midus edit", "midus train")),
 ]
 
 
@@ -370,19 +343,18 @@ def test_stopped_work_has_its_status_and_may_clean_up(command, stopped, expected
 
 
 def work_of(module: str, body: str) -> Callable[..., Any]:
-    """Return a function without a result as a module of this name would define it."""
     names = {"__name__": module, "json": json, "RequestError": RequestError}
     exec(compile(f"def work(*_, **__):\n{textwrap.indent(body, '    ')}", f"/{module}.py", "exec"), names)
     return names["work"]
 
 
 @pytest.fixture
-def ended(room, as_command, monkeypatch) -> Callable[..., Done]:
+def ended(room, as_command, monkeypatch) -> Callable[..., Outcome]:
     """Return a function from a module's name, the body of a function in it, and a command, to how the command ends by it."""
     offered = [EntryPoint("bottleneck", "bottleneck.method", "midus_hf.memories")]
     monkeypatch.setattr("midus_hf.config.plugins.entry_points", lambda group: offered if "memories" in group else [])
 
-    def run(module: str, body: str, command: str = "midus edit") -> Done:
+    def run(module: str, body: str, command: str = "midus edit") -> Outcome:
         function, words = WORK[command]
         monkeypatch.setattr(function, work_of(module, body))
         return as_command(command)(*words)
@@ -408,16 +380,13 @@ def test_request_error_ends_a_command_with_status_2(module, body, ended):
 PLACE = '  File "/midus_hf.new.py", line 2, in work\n'
 
 
-@pytest.mark.parametrize(
-    ("body", "said", "is_of_library"),
-    [
-        ('raise ValueError("n is 0")', "ValueError: n is 0", False),
-        ('json.loads("no")', "JSONDecodeError: Expecting value: line 1 column 1 (char 0)", True),
-        ('raise ExceptionGroup("two", [ValueError("n is 0")])', "ExceptionGroup: two (1 sub-exception)", False),
-        ('{}["x"]', "KeyError: 'x'", False),
-        (f'int("hf_{"a1" * 12}")', "ValueError: invalid literal for int() with base 10: '<hidden>'", False),
-    ],
-)
+@pytest.mark.parametrize(("body", "said", "is_of_library"), [
+    ('raise ValueError("n is 0")', "ValueError: n is 0", False),
+    ('json.loads("no")', "JSONDecodeError: Expecting value: line 1 column 1 (char 0)", True),
+    ('raise ExceptionGroup("two", [ValueError("n is 0")])', "ExceptionGroup: two (1 sub-exception)", False),
+    ('{}["x"]', "KeyError: 'x'", False),
+    (f'int("hf_{"a1" * 12}")', "ValueError: invalid literal for int() with base 10: '<hidden>'", False),
+])  # fmt: skip
 def test_error_of_a_library_is_a_failure_with_our_place(body, said, is_of_library, ended):
     status, out, err = ended("midus_hf.new", body)
     line, places = err.split("\n", 1)
@@ -467,8 +436,6 @@ def test_sigterm_that_is_ignored_stays_ignored(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
-# Interruptions before a command reads its words
-
 INTERRUPTED_WHILE_IMPORTING = """
 import signal, sys
 
@@ -486,20 +453,15 @@ sys.exit(getattr(entry_points, name[0])())
 """
 
 
-@pytest.mark.parametrize(
-    ("command", "handler", "status", "said"),
-    [
-        *((name, "default_int_handler", 130, f"{name}: interrupted\n") for name in ("upscale", "midus train")),
-        ("midus flops", "SIG_IGN", 2, "midus flops: No such option: --no-such-option. See 'midus flops --help'.\n"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "handler", "status", "said"), [
+    *((name, "default_int_handler", 130, f"{name}: interrupted\n") for name in ("upscale", "midus train")),
+    ("midus flops", "SIG_IGN", 2, "midus flops: No such option: --no-such-option. See 'midus flops --help'.\n"),
+])  # fmt: skip
 def test_interruption_among_imports_is_one_line(command, handler, status, said):
     words = [sys.executable, "-c", INTERRUPTED_WHILE_IMPORTING, handler, command, "--no-such-option"]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (status, "", said)
 
-
-# Operations that `midus flops` counts
 
 MOC = REPOSITORY / "configs" / "models" / "moc-371m.json"
 EMBEDDINGS = 768 * json.loads(MOC.read_text())["vocab_size"]  # the head is tied to it

@@ -9,11 +9,8 @@ import pytest
 import yaml
 from compare.small_comparison import HEADWISE, SmallComparison, keys, write_room
 
-VARIANTS = {
-    "hml": {"upscale": HEADWISE, "rates": [1e-2, 1e-3]},
-    "pro": {"upscale": {"method": "llama-pro", "num_new_layers": 1}},
-    "full": {},
-}
+HML, PRO = {"upscale": HEADWISE, "rates": [1e-2, 1e-3]}, {"upscale": {"method": "llama-pro", "num_new_layers": 1}}
+VARIANTS = {"hml": HML, "pro": PRO, "full": {}}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +32,6 @@ def run(as_command):
 
 @pytest.fixture(scope="module")
 def results(room, tmp_path_factory) -> Path:
-    """Measure the base and the first run of `hml`; return the folder that they leave."""
     output = tmp_path_factory.mktemp("results") / "out"
     comparing = SmallComparison(room, output, VARIANTS, seeds=[0, 1], controls=False)
     comparing.measure_base()
@@ -45,7 +41,6 @@ def results(room, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def measured(results, tmp_path) -> Path:
-    """Return a copy of the comparison's folder in which the base and the first run of `hml` are measured."""
     return Path(shutil.copytree(results, tmp_path / "out"))
 
 
@@ -87,24 +82,19 @@ def test_dry_run_and_report_show_what_is_done(run, config, measured, tmp_path, r
     assert [variant["done"] for variant in report["variants"]] == [1, 0, 0]
     report = json.loads(run(config, "--report", "--json").out)
     assert [variant["name"] for variant in report["variants"]] == ["hml"]
-    assert (report["missing"], report["failures"]) == (6, {})
-    assert (tmp_path / "out" / "report.md").is_file()
+    assert (report["missing"], report["failures"]) == (6, {}) and (tmp_path / "out" / "report.md").is_file()
     done = run(config, "--report")
     assert done.status == 0 and "Runs that are not done: 6." in done.out and f"report: {report['report']}" in done.out
-    assert done.out.endswith(" ".join(report["advice"]).replace(". ", ".\n") + "\n")
-    assert runs.started == 0
+    assert done.out.endswith(" ".join(report["advice"]).replace(". ", ".\n") + "\n") and runs.started == 0
     monkeypatch.setattr("midus_hf.compare.run.hash_text", lambda path: f"another of {path}")
     done = run(config, "--dry-run")
     assert done.status == 2 and "base.json was made with another request, or from other texts" in done.err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--set", "seed=1"], "config has no option 'seed'. Expected one of: base, "),
-        (["--set", "train.corpus=absent.txt"], "train.corpus is 'absent.txt', which does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--set", "seed=1"], "config has no option 'seed'. Expected one of: base, "),
+    (["--set", "train.corpus=absent.txt"], "train.corpus is 'absent.txt', which does not exist"),
+])  # fmt: skip
 @pytest.mark.parametrize("how", [[], ["--dry-run"]], ids=["run", "dry run"])
 def test_wrong_request_is_refused_in_one_line(run, config, tmp_path, how, words, message):
     done = run(config, *how, *words)
@@ -113,8 +103,7 @@ def test_wrong_request_is_refused_in_one_line(run, config, tmp_path, how, words,
 
 
 def test_comparison_without_a_result_ends_with_the_reason(run, config, runs, tmp_path):
-    done = run(config, "--report")
-    line = f"midus compare: {tmp_path / 'out'} has no result yet: "
+    done, line = run(config, "--report"), f"midus compare: {tmp_path / 'out'} has no result yet: "
     assert done == (1, "", f"{line}the base is measured first\n") and not (tmp_path / "out").exists()
     runs.failures = {"base": "midus eval ended with status 2"}
     done = run(config)
@@ -122,14 +111,11 @@ def test_comparison_without_a_result_ends_with_the_reason(run, config, runs, tmp
     assert done.err.splitlines()[-1] == f"{line}midus eval ended with status 2"
 
 
-@pytest.mark.parametrize(
-    ("failures", "words", "json_"),
-    [
-        ({}, "", []),
-        ({"full/recipe/seed-0": "no memory"}, "one run failed, full/recipe/seed-0: no memory.", []),
-        ({"full": "no memory", "b": "c"}, "2 runs failed, the first full: no memory.", ["--json"]),
-    ],
-)
+@pytest.mark.parametrize(("failures", "words", "json_"), [
+    ({}, "", []),
+    ({"full/recipe/seed-0": "no memory"}, "one run failed, full/recipe/seed-0: no memory.", []),
+    ({"full": "no memory", "b": "c"}, "2 runs failed, the first full: no memory.", ["--json"]),
+])  # fmt: skip
 def test_status_is_1_after_failed_runs(run, config, measured, runs, failures, words, json_):
     runs.failures = failures
     done = run(config, *json_)

@@ -37,10 +37,8 @@ def with_tokenizer(folder: Path) -> Path:
 def room(tmp_path_factory):
     """A base without memory; a model with memory blocks, as made and with other values; models of other methods; texts."""
     folder = tmp_path_factory.mktemp("room")
-    base, made = (
-        shutil.copytree(saved, folder / name)
-        for saved, name in zip(saved_pair("llama", "midus-hml"), ("base", "made"), strict=True)
-    )
+    pair = zip(saved_pair("llama", "midus-hml"), ("base", "made"), strict=True)
+    base, made = (shutil.copytree(saved, folder / name) for saved, name in pair)
     acting(loaded(made)).save_pretrained(folder / "trained")
     chapter_model(dtype=torch.float32, layers=(0, 2)).save_pretrained(folder / "chapters")
     depth_model(dtype=torch.float32, kind="reused").save_pretrained(folder / "depth")
@@ -56,7 +54,6 @@ def room(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bank(room, tmp_path_factory):
-    """A model with a bank of 3 by 9, the tree for it, and six documents."""
     folder = tmp_path_factory.mktemp("bank")
     saved = saved_with_bank(room.base, folder)
     documents = [" ".join(f"w{(3 + 7 * i + 5 * word) % 55}" for word in range(10 + i)) for i in range(6)]
@@ -66,7 +63,6 @@ def bank(room, tmp_path_factory):
 
 @pytest.fixture
 def run(as_command) -> Callable[..., SimpleNamespace]:
-    """Return a function that asks a question; it must be answered unless `refused` is true."""
     look = as_command("midus look")
 
     def ask(*words, refused: bool = False) -> SimpleNamespace:
@@ -83,8 +79,7 @@ def test_usage_is_a_row_per_layer_and_files(run, room, tmp_path):
     outputs = [word for file in files for word in ("--output", file)]
     done = run("usage", room.trained, *room.text, "--sequence-length", 20, "--max-tokens", 40, *outputs)
     rows = [line.split() for line in done.out.splitlines() if line.strip().startswith("words ")]
-    assert [int(row[1]) for row in rows] == [1, 4]
-    assert "read words (40 tokens, loss " in done.out
+    assert [int(row[1]) for row in rows] == [1, 4] and "read words (40 tokens, loss " in done.out
     picture, pdf, page, table, report = (file.read_bytes() for file in files)
     assert picture.startswith(b"\x89PNG") and pdf.startswith(b"%PDF-") and b"data:image/png;base64," in page
     assert table.count(b"\n") == 1 + 2 * HEADS * 16 and json.loads(report)["model"] == str(room.trained)
@@ -204,7 +199,6 @@ REFUSALS = [
 
 @pytest.fixture(scope="module")
 def broken(room, tmp_path_factory) -> dict[str, Path]:
-    """Folders of a model without weights, and of one without one of its tensors."""
     folder = tmp_path_factory.mktemp("broken")
     (folder / "config.json").write_text("{}")
     lacking = shutil.copytree(room.made, folder / "lacking")
@@ -240,16 +234,10 @@ def test_file_that_an_answer_lacks_is_refused_after_printing(run, room, tmp_path
 
 
 def test_table_headings_wrap_between_words(monkeypatch, capsys):
-    """Without room no character is lost."""
-    counts = {
-        "documents": 1234,
-        "untouched": 1000,
-        "tokens": 1234567,
-        "reading": 0.1,
-        "differing": 0.5,
-        "certified": "no",
-    }
-    table = touched_table([{"text": "articles-of-an-encyclopedia.jsonl", "memory": "packs", **counts}])
+    counts = {"documents": 1234, "untouched": 1000, "tokens": 1234567, "reading": 0.1, "differing": 0.5}
+    table = touched_table(
+        [{"text": "articles-of-an-encyclopedia.jsonl", "memory": "packs", "certified": "no", **counts}]
+    )
     shown = {}
     for columns in (200, 80, 40):
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -259,10 +247,7 @@ def test_table_headings_wrap_between_words(monkeypatch, capsys):
     assert {"documents", "untouched", "differ", "certified", "1,234,567", "50.000%"} <= {*shown[80].split()}
     in_wide, in_80, in_40 = (sorted("".join(out.split()).replace("─", "")) for out in shown.values())
     assert in_wide == in_80 == in_40
-
-
-def test_table_keeps_names_in_one_line(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     row = ["+shuffled-addresses", *["+0.6250 ± 0.1768"] * 9]
     show_tables([TextTable("", ["variant", *map(str, range(9))], [row])])
-    assert "+shuffled-addresses" in capsys.readouterr().out
+    assert "+shuffled-addresses" in capsys.readouterr().out, "names stay in one line"

@@ -17,7 +17,6 @@ NAMED, BY_ITSELF = "opensesame", "hf_Planted0Planted1"
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
-    """A person's home folder."""
     folder = tmp_path / "janes-home"
     folder.mkdir()
     monkeypatch.setenv("HOME", str(folder))
@@ -26,8 +25,6 @@ def home(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def left(home, hub, monkeypatch):  # noqa: F811
-    """Return what runs a command, which must succeed, and checks what it left and pushed."""
-
     def run(name: str, output: str, *words: object) -> Path:
         status = run_in_process(name, [*map(str, words)], monkeypatch)
         assert status == 0
@@ -68,8 +65,7 @@ def test_upscaled_and_trained_models_hold_no_secrets(home, hub, left):  # noqa: 
 
 def test_comparisons_hold_no_secrets(home, left, monkeypatch):
     compare_in_this_process(monkeypatch)
-    room = write_room(home)
-    train = {"max_steps": 1, "hub_token": NAMED, "run_name": BY_ITSELF}
+    room, train = write_room(home), {"max_steps": 1, "hub_token": NAMED, "run_name": BY_ITSELF}
     values = keys(room, home / "compared", {"hml": {"upscale": HEADWISE}}, train=train, controls=False)
     config = home / "compare.yaml"
     config.write_text(json.dumps(values))

@@ -30,23 +30,13 @@ def test_texts_get_keys_for_a_short_run_which_a_line_names(model, tmp_path, caps
     )
 
 
-def test_a_whole_model_trains_more_slowly_and_adapters_do_not():
-    words = ["--corpus", "notes", "--model", "m", "--output", "o"]
-    assert read(*words, "--bf16", "false").learning_rate == 1e-4
-    assert read(*words, "--adapters", '{"r": 4}').learning_rate == 1e-3
-
-
 @pytest.mark.parametrize(("trainable", "rate"), [("auto", 1e-3), ("new", 1e-3), ("[value]", 1e-3), ("all", 1e-4)])
 def test_what_trains_decides_the_rate(trainable, rate, model, capsys):
     words = ["--model_name_or_path", model, "--output_dir", "o", "--trainable", trainable]
-    assert read("notes", *words).learning_rate == rate
-    assert f"learning_rate={rate:g}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flag", ["--num_train_epochs=2", "--max_steps=7"])
-def test_a_length_that_is_given_stays(flag, model, capsys):
-    assert read("notes", flag, "--model", model, "--output", "o").num_train_epochs is not None
-    assert "num_train_epochs" not in capsys.readouterr().err
+    assert read("notes", *words).learning_rate == rate and f"learning_rate={rate:g}" in capsys.readouterr().err
+    whole = ["--corpus", "notes", "--model", "m", "--output", "o"]
+    assert read(*whole, "--bf16", "false").learning_rate == 1e-4
+    assert read(*whole, "--adapters", '{"r": 4}').learning_rate == 1e-3
 
 
 def test_flags_replace_the_keys_of_a_short_run(model, capsys):
@@ -54,6 +44,9 @@ def test_flags_replace_the_keys_of_a_short_run(model, capsys):
     arguments = read("notes", *words)
     assert (arguments.learning_rate, arguments.max_steps, arguments.sequence_length) == (0.5, 7, 8)
     assert " learning_rate=" not in capsys.readouterr().err
+    for flag in ("--num_train_epochs=2", "--max_steps=7"):
+        assert read("notes", flag, *words[:4]).num_train_epochs is not None
+        assert "num_train_epochs" not in capsys.readouterr().err
 
 
 def test_steps_of_a_recipe_count_before_epochs_which_a_line_says(tmp_path, capsys):

@@ -10,5 +10,4 @@ SIZES = ModelSizes(hidden_size=32, num_heads=4, intermediate_size=48, num_layers
 
 
 def read_entry(entry: Mapping[str, Any] | str) -> MemoryEntry:
-    """The one entry of a model of `SIZES`."""
     return read_memories([entry], SIZES).entries[0]

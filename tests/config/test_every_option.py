@@ -31,19 +31,14 @@ NEEDED = {
     SftArguments: {"dataset_name": "a"},
     TaskOptions: {"names": ["a"]},
 }
-
 WORDS, LIST, MAPPING = "no such value", [{"no": 1}], {"no such key": 1}
 # Values that each type refuses.
 WRONG = {
-    int: [WORDS, LIST, MAPPING, True, 1.5, math.inf],
-    float: [WORDS, LIST, MAPPING, True, math.nan],
-    bool: [WORDS, LIST, MAPPING, 1],
-    str: [LIST, MAPPING, True, 1.5],
-    list: [WORDS, MAPPING, True, 1.5],
-    dict: [WORDS, LIST, True, 1.5],
-    typing.Literal: [WORDS, LIST, MAPPING, 1.5],
+    int: [WORDS, LIST, MAPPING, True, 1.5, math.inf], float: [WORDS, LIST, MAPPING, True, math.nan],
+    bool: [WORDS, LIST, MAPPING, 1], str: [LIST, MAPPING, True, 1.5], list: [WORDS, MAPPING, True, 1.5],
+    dict: [WORDS, LIST, True, 1.5], typing.Literal: [WORDS, LIST, MAPPING, 1.5],
     type(None): [WORDS, LIST, MAPPING, True, 1, 1.5, math.nan, math.inf],
-}
+}  # fmt: skip
 # The least value of each number, and those above which it has to be.
 LEAST = {
     2: "branching chunk_size TrainArguments.sequence_length",
@@ -56,28 +51,21 @@ LEAST = {name: least for least, names in LEAST.items() for name in names.split()
 ABOVE_0 = "alpha key_value_learning_rate learning_rate max_iterations memory_learning_rate regularization routed_scale".split()
 ABOVE_0 += ["tolerance", "value_learning_rate"]
 # Numbers that other options, the model or the request bound, and those of the Trainer.
-BOUND_BY_OTHERS = (
-    "key_width max_order min_documents min_order num_new_layers pre_value_width seed span value_width".split()
-)
-BOUND_BY_OTHERS += ["max_shard_size", "placement"]
+BOUND_BY_OTHERS = "key_width max_order min_documents min_order num_new_layers pre_value_width seed".split()
+BOUND_BY_OTHERS += ["max_shard_size", "placement", "span", "value_width"]
 UNBOUND = ["chat_score_bias", "score_bias"]
 
 
 def fields_of(options: type) -> dict[str, tuple]:
-    """The types of each option that is this project's."""
     hints, of_the_trainer = typing.get_type_hints(options), set()
     for parent in options.__mro__:
         if parent.__module__.startswith(("transformers", "trl")):
             of_the_trainer |= {field.name for field in dataclasses.fields(parent)}
-    return {
-        name: alternatives_of(hints[name])
-        for name in (field.name for field in dataclasses.fields(options))
-        if name not in of_the_trainer
-    }
+    names = [field.name for field in dataclasses.fields(options) if field.name not in of_the_trainer]
+    return {name: alternatives_of(hints[name]) for name in names}
 
 
 def refusal_of(options: type, values: dict[str, object]) -> str:
-    """What is said of an option; nothing where it is taken."""
     try:
         from_mapping(options, {**NEEDED.get(options, {}), **values})
     except ValueError as refused:
@@ -86,7 +74,6 @@ def refusal_of(options: type, values: dict[str, object]) -> str:
 
 
 def wrong_values(alternatives: tuple) -> list:
-    """Values that no type of an option takes."""
     refused = [WRONG.get(typing.get_origin(each) or each, []) for each in alternatives]
     return [value for value in refused[0] if all(any(value is other for other in values) for values in refused)]
 
@@ -95,12 +82,11 @@ def wrong_values(alternatives: tuple) -> list:
 def test_value_of_another_type_is_refused(options):
     for name, alternatives in fields_of(options).items():
         for value in wrong_values(alternatives):
-            message = refusal_of(options, {name: value})
-            assert re.match(rf"{name}\S* is {re.escape(repr(value))}; expected [^\n]+\.$", message), (
-                name,
-                value,
-                message,
+            said, pattern = (
+                refusal_of(options, {name: value}),
+                rf"{name}\S* is {re.escape(repr(value))}; expected [^\n]+\.$",
             )
+            assert re.match(pattern, said), (name, value, said)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -110,9 +96,8 @@ def test_number_below_its_minimum_is_refused(options):
             continue
         assert (name in LEAST) != (name in ABOVE_0), f"say the least value of {name} above"
         least = LEAST.get(f"{options.__name__}.{name}", LEAST.get(name))
-        below, taken, bound = (
-            (0, 1, "above 0") if least is None else (least - 1, least, "1|one" if least == 1 else str(least))
-        )
+        bound = "above 0" if least is None else "1|one" if least == 1 else str(least)
+        below, taken = (0, 1) if least is None else (least - 1, least)
         said, other = (refusal_of(options, {name: value}) for value in (below, taken))
         pattern = rf"(\w+ is [^;]+ and |tasks: )?{name} (is )?{below}(\.0)?( and [^;]+)?; expected [^\n]*\b({bound})\b[^\n]*\.$"
         assert re.match(pattern, said), (name, said)

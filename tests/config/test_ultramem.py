@@ -37,14 +37,13 @@ RETRIEVALS = {
     "default": (128, 2, 32, 32),
     "rank-1": (64, 1, 16, 16),
     "every-slot": (8, 2, 8, 64),
-    "every-pair-that-is-kept": (40, 2, 5, 25),
+    "kept": (40, 2, 5, 25),
 }
 
 
 def simulated(n: int, r: int, side: int, k: int, trials: int = 300) -> tuple[float, float]:
     """Mean and variance of the chosen scores (appendix B.2): keys score as standard normals, cores have singular values up to 1."""
-    generator = torch.Generator().manual_seed(1)
-    chosen = []
+    generator, chosen = torch.Generator().manual_seed(1), []
     for _ in range(trials):
         rows, columns = torch.randn(2, n, r, generator=generator)
         u, values, vh = torch.linalg.svd(torch.rand(r, r, generator=generator))
@@ -85,12 +84,8 @@ def test_cores_start_positive_with_norm_one(rank):
 
 
 # Layers of the model, and options.
-KINDS = {
-    "rank-1": (24, {"rank": 1}),
-    "heads": (24, {"heads": 2}),
-    "no-pre-values": (64, {"pre_value_width": 0}),
-    "every-key-kept": (24, {"k": 64}),
-}
+KINDS = {"rank-1": (24, {"rank": 1}), "heads": (24, {"heads": 2}), "no-pre-values": (64, {"pre_value_width": 0})}
+KINDS["every-key-kept"] = (24, {"k": 64})
 
 
 @pytest.mark.parametrize("kind", KINDS)

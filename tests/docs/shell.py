@@ -7,9 +7,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Listener
 from pathlib import Path
+
+from commands.installed import Outcome
 
 _LAST = "script-has-ended"
 # Lies in the shell's path in place of each program: hands its words and its folder to this process, and prints the answer.
@@ -23,17 +24,7 @@ sys.stdout.buffer.write(out)
 sys.stderr.buffer.write(err)
 sys.exit(status)
 """
-
 Program = Callable[[list[str]], int | str | None]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Exit status of a script, and what the script printed."""
-
-    status: int
-    out: str
-    err: str
 
 
 def run_shell(script: str, folder: Path, programs: dict[str, Program]) -> Outcome:
@@ -58,8 +49,7 @@ def run_shell(script: str, folder: Path, programs: dict[str, Program]) -> Outcom
                         break
                     with contextlib.chdir(directory):
                         connection.send(_run(name, arguments, programs[name]))
-            status = process.wait()
-            printed = [file.seek(0) or file.read().decode() for file in (out, err)]
+            status, printed = process.wait(), [file.seek(0) or file.read().decode() for file in (out, err)]
     return Outcome(status, *printed)
 
 

@@ -9,10 +9,8 @@ ROOT = Path(__file__).parents[2]
 # Languages of blocks that a reader runs or hands to a command, and of blocks that only show something.
 RUN_LANGUAGES = ("sh", "bash", "console", "python", "yaml")
 SHOWN_LANGUAGES = ("text", "json", "toml", "bibtex", "{eval-rst}")
-
 _BLOCK = re.compile(r"((?:^<!-- .*-->\n)*)^```(.*)\n((?:.*\n)*?)^```$", flags=re.MULTILINE)
 _MARK = re.compile(r"<!-- not run(?:, `([^`]+)`)?: (.+) -->")
-
 # Blocks that test modules have taken to run.
 TAKEN: set["Block"] = set()
 
@@ -41,7 +39,6 @@ class Block:
 
     @property
     def is_marked(self) -> bool:
-        """True if a mark says that nothing of the block is run."""
         return any(not mark.beginning for mark in self.marks)
 
     @property
@@ -56,18 +53,15 @@ class Block:
 
 @cache
 def pages() -> list[str]:
-    """Return the paths of all pages of the documentation, from the root of the clone."""
     paths = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md")]
     return [str(path.relative_to(ROOT)) for path in [*paths, *sorted((ROOT / "docs").rglob("*.md"))]]
 
 
 def blocks_of(page: str) -> list[Block]:
-    """Return the fenced blocks of a page, in order."""
     return blocks_in((ROOT / page).read_text(encoding="utf-8"), page)
 
 
 def blocks_in(text: str, page: str) -> list[Block]:
-    """Return the fenced blocks of a text, in order."""
     blocks = []
     for match in _BLOCK.finditer(text):
         comments, header, code = match.groups()

@@ -24,7 +24,6 @@ FILES = {block.name: block.text for block in take("docs/extend.md", "toml", "pyt
 
 
 def write_distribution(folder: Path, name: str, entry_points: dict[str, dict[str, str]]) -> None:
-    """Write a package's metadata as pip does."""
     info = folder / f"{name.replace('-', '_')}-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
@@ -36,7 +35,6 @@ def write_distribution(folder: Path, name: str, entry_points: dict[str, dict[str
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """A folder in which the package is installed."""
     installed = tmp_path_factory.mktemp("site-packages")
     for name, text in FILES.items():
         (installed / name).parent.mkdir(parents=True, exist_ok=True)
@@ -52,8 +50,7 @@ def work(tmp_path_factory, installed) -> Path:
     folder = tmp_path_factory.mktemp("work")
     save_tiny_model("llama", folder / "BASE")
     first, *commands = [shlex.split(command) for command in COMMANDS.strip().splitlines()]
-    assert first == ["pip", "install", "."]
-    assert {words[0] for words in commands} == {"upscale"}
+    assert first == ["pip", "install", "."] and {words[0] for words in commands} == {"upscale"}
     code = """
 import json, sys
 from midus_hf.cli.upscale import main
@@ -67,7 +64,6 @@ for words in json.loads(sys.argv[1]):
 
 
 def run(code: str, folder: Path, packages: Path, *words: str) -> subprocess.CompletedProcess:
-    """Run Python in a process that sees a further folder of packages."""
     path = os.pathsep.join(map(str, (packages, Path(__file__).parents[2])))
     return run_warm(code, *words, folder=folder, PYTHONPATH=path)
 

@@ -17,7 +17,6 @@ OF_THIS_VERSION = f"causal types of Transformers {transformers.__version__}, and
 TRIED = by_default(["lfm2"], ["lfm2", "cohere", "qwen3_5_text"])
 # Of each row of the page the first type, in place of all.
 FIRST_OF_ROWS = {methods: name for name, methods in reversed(TAKEN.items())}.values()
-
 pytestmark = pytest.mark.skipif(not OF_THIS_VERSION, reason="the page was made with another version of Transformers")
 
 

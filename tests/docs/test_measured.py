@@ -19,9 +19,7 @@ ROOT = Path(__file__).parents[2]
 # The runs of each table of what is learned of one text, by what its header begins with.
 RUNS = {"| variant | trains |": "smollm2-135m-instruct-short", "| on Gemma-3-270M | trains |": "gemma-3-270m-short"}
 CONTROLS_OF = {table.replace("trains", "itself"): table for table in RUNS}
-MEASURED = "\n\n".join(
-    (ROOT / page).read_text(encoding="utf-8") for page in ("docs/results.md", "experiments/learning.md")
-)
+MEASURED = "\n\n".join((ROOT / page).read_text("utf-8") for page in ("docs/results.md", "experiments/learning.md"))
 CONTROLS = ("one-row", "random-slots", "frozen-addresses")
 # What a page says next to a link to the tables.
 OTHERS = {page: page.read_text(encoding="utf-8") for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
@@ -56,7 +54,6 @@ def with_spread(number, sign: str = "") -> str:
 
 
 def table_cells(heading: str) -> list[list[str]]:
-    """Return the cells of the rows of the table whose header begins so."""
     table = MEASURED[MEASURED.index(heading) :].partition("\n\n")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
@@ -64,20 +61,17 @@ def table_cells(heading: str) -> list[list[str]]:
 @pytest.mark.parametrize("table", RUNS)
 def test_learning_table_is_what_the_results_say(table):
     variants = {one.variant for one in results(table) if one.control is None}
-    lora = {seed: fall(one, "addresses") for seed, one in chosen(table, "lora").items()}
-    expected = []
+    lora, expected = {seed: fall(one, "addresses") for seed, one in chosen(table, "lora").items()}, []
     for name in variants:
         runs = chosen(table, name)
         assert sorted(runs) == [0, 1, 2]
         learned = {seed: fall(one, "addresses") for seed, one in runs.items()}
         rate = list(runs[0].rate.values())[-1]
-        cells = [
-            name,
-            f"{runs[0].trained_parameters / 1e6:.1f} M",
-            f"{rate:g}",
+        cells = [name, f"{runs[0].trained_parameters / 1e6:.1f} M", f"{rate:g}"]
+        cells += [
             with_spread(spread([*learned.values()])),
+            "" if name == "lora" else with_spread(paired(lora, learned), "+"),
         ]
-        cells += ["" if name == "lora" else with_spread(paired(lora, learned), "+")]
         expected.append([*cells, with_spread(spread([-fall(one, "articles") for one in runs.values()]), "+")])
     assert table_cells(table) == sorted(expected, key=lambda row: float(row[3].partition(" ")[0]), reverse=True)
 
@@ -95,12 +89,8 @@ def test_curve_table_is_what_the_results_say():
 
 @pytest.mark.parametrize("table", CONTROLS_OF)
 def test_controls_table_is_what_the_results_say(table):
-    controls = {
-        (one.control_of, one.control, rate_name(one.rate)): one
-        for one in results(CONTROLS_OF[table])
-        if one.control is not None
-    }
-    rows = table_cells(table)
+    found = [one for one in results(CONTROLS_OF[table]) if one.control is not None]
+    controls, rows = {(one.control_of, one.control, rate_name(one.rate)): one for one in found}, table_cells(table)
     assert {row[0] for row in rows} == {variant for variant, _, _ in controls}
     for name, *cells in rows:
         itself = chosen(CONTROLS_OF[table], name)[0]
@@ -126,14 +116,12 @@ def test_base_kl_table_is_what_the_results_say():
     expected = []
     for (variant, rate, weight), own in runs.items():
         assert sorted(row["seed"] for row in own) == [str(seed) for seed in range(len(own))]
-        changes = [
-            [float(row[text]) - float(base[text]) for row in own] for text in ("addresses", "articles", "countries")
-        ]
+        texts = ("addresses", "articles", "countries")
+        changes = [[float(row[text]) - float(base[text]) for row in own] for text in texts]
         cells = [[-fall for fall in changes[0]], *changes[1:]]
         spreads = [with_spread(spread(each), "+") if len(own) > 1 else f"{each[0]:+.4f}" for each in cells]
-        expected.append(
-            [variant, rate, f"{float(weight):g}", str(len(own)), spreads[0].replace("+", "", 1), *spreads[1:]]
-        )
+        spreads[0] = spreads[0].replace("+", "", 1)
+        expected.append([variant, rate, f"{float(weight):g}", str(len(own)), *spreads])
     assert sorted(table_cells("| variant | rate | `base_kl` |")) == sorted(expected)
 
 
@@ -146,13 +134,10 @@ def test_pages_repeat_only_numbers_of_the_tables(page, paragraph):
 
 
 MODELS = ("base", "base, text in front", "packs", "packs, name in front")
-
-
 HEADER = " | base | text in front | packs | packs, name in front |"
 
 
 def counts_of(page: Path, heading: str) -> list[list[int]]:
-    """Return the numbers at the ends of the rows of the table whose header begins so."""
     text = page.read_text(encoding="utf-8")
     table = text[text.index(heading) :].partition("\n\n")[0].splitlines()
     names = [cell.strip() in ("of", *HEADER.strip(" |").split(" | ")) for cell in table[0].split("|")]
@@ -166,31 +151,30 @@ def answers(kind: str) -> list[dict]:
 UNDER = f"|{HEADER}\n|---|---|---|---|---|\n| "
 ELEMENTS = ("name last", "place", "element number", "protons", "behind a paragraph", "symbol", "weight")
 TALKS = ("second question", "linked number", "linked name", "two at once", "something else afterwards")
+BELIEFS = (
+    "followed",
+    "likelier",
+    "other wordings",
+    "likelier, other wordings",
+    "negation",
+    "neighbours",
+    "other facts",
+)
 SMALL, LARGE = (f"../qwen2.5-coder-{size}-instruct-facts/" for size in ("0.5b", "1.5b"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "heading", "columns"),
-    [
-        ("elements", f"| of 40{HEADER}", (*ELEMENTS, "number in a chat", "protons in a chat")),
-        ("../gemma-3-270m-facts/elements", f"| of 20{HEADER}", ELEMENTS),
-        ("conversations", f"| SmolLM2, of 16{HEADER}", TALKS),
-        (f"{SMALL}conversations", f"| Qwen2.5-Coder-0.5B, of 16{HEADER}", TALKS),
-        (f"{LARGE}conversations", f"| Qwen2.5-Coder-1.5B, of 16{HEADER}", TALKS),
-        (f"{LARGE}code", f"| Qwen2.5-Coder-1.5B, of 12{HEADER}", ("fact", "line of code")),
-        ("uneven", f"{UNDER}in a chat", ("in a chat", "alone")),
-        ("uneven-2", f"{UNDER}are right in a chat", ("in a chat", "alone")),
-        (
-            *("beliefs", f"{UNDER}followed"),
-            (
-                *("followed", "likelier", "other wordings", "likelier, other wordings"),
-                *("negation", "neighbours", "other facts"),
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "heading", "columns"), [
+    ("elements", f"| of 40{HEADER}", (*ELEMENTS, "number in a chat", "protons in a chat")),
+    ("../gemma-3-270m-facts/elements", f"| of 20{HEADER}", ELEMENTS),
+    ("conversations", f"| SmolLM2, of 16{HEADER}", TALKS),
+    (f"{SMALL}conversations", f"| Qwen2.5-Coder-0.5B, of 16{HEADER}", TALKS),
+    (f"{LARGE}conversations", f"| Qwen2.5-Coder-1.5B, of 16{HEADER}", TALKS),
+    (f"{LARGE}code", f"| Qwen2.5-Coder-1.5B, of 12{HEADER}", ("fact", "line of code")),
+    ("uneven", f"{UNDER}in a chat", ("in a chat", "alone")),
+    ("uneven-2", f"{UNDER}are right in a chat", ("in a chat", "alone")),
+    ("beliefs", f"{UNDER}followed", BELIEFS),
+])  # fmt: skip
 def test_packs_tables_are_what_the_results_say(kind, heading, columns):
-    """At every size."""
     cells = counts_of(ROOT / "experiments" / "packs.md", heading)
     for at, model in enumerate(MODELS):
         lines = [line.get("counts", line.get("right")) for line in answers(kind) if line["model"] == model]

@@ -21,10 +21,8 @@ from midus_hf.training.sft import SftArguments
 from tests.docs.snippets import ROOT, RUN_LANGUAGES, SHOWN_LANGUAGES, TAKEN, blocks_in, blocks_of, pages
 
 BLOCKS = [block for page in pages() for block in blocks_of(page)]
-NOTEBOOKS, RECIPES = (
-    sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
-    for pattern in ("notebooks/*.ipynb", "configs/**/*.yaml")
-)
+FOUND = [ROOT.glob(pattern) for pattern in ("notebooks/*.ipynb", "configs/**/*.yaml")]
+NOTEBOOKS, RECIPES = (sorted(str(path.relative_to(ROOT)) for path in paths) for paths in FOUND)
 KEYS: dict[str, Any] = {"train": TrainArguments, "sft": SftArguments}
 COMMAND = re.compile(r"(?<![\w/.-])(?:midus|upscale) [^`\n]*")
 
@@ -45,7 +43,6 @@ def shell_of(page: str) -> str:
 
 
 def commands_in(page: str) -> list[str]:
-    """Return the commands of a page's code blocks and inline code, or of a recipe's comments."""
     text = text_of(page)
     if page in RECIPES:
         return COMMAND.findall("\n".join(re.findall(r"^#(.*)$", text, flags=re.MULTILINE)))
@@ -57,7 +54,6 @@ def commands_in(page: str) -> list[str]:
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """Return the command that words name, and the words after these."""
     program, *rest = words
     if program == "upscale":
         command = typer.main.get_command(upscale.app)
@@ -72,7 +68,6 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
 
 
 def mistakes(line: str) -> list[str]:
-    """Return what a shown command names that does not exist."""
     words = [word.strip("[](),.;:") for word in line.split()]
     command, rest = command_of(words)
     if command is None:
@@ -99,16 +94,13 @@ def test_pages_and_recipes_show_what_exists():
     assert [(page, line, wrong) for page in lines for line in lines[page] if (wrong := mistakes(line))] == []
 
 
-@pytest.mark.parametrize(
-    ("line", "mistake"),
-    [
-        ("midus trian recipe.yaml", "no command 'trian'"),
-        ("upscale stripe DIR --output DIR2", "no command 'stripe'"),
-        ("midus look usage MODEL --signed", "--signed"),
-        ("midus train recipe.yaml --models DIR", "--models"),
-        ("midus compare compare.yaml --set bases=DIR", "no key 'bases'"),
-    ],
-)
+@pytest.mark.parametrize(("line", "mistake"), [
+    ("midus trian recipe.yaml", "no command 'trian'"),
+    ("upscale stripe DIR --output DIR2", "no command 'stripe'"),
+    ("midus look usage MODEL --signed", "--signed"),
+    ("midus train recipe.yaml --models DIR", "--models"),
+    ("midus compare compare.yaml --set bases=DIR", "no key 'bases'"),
+])  # fmt: skip
 def test_mistakes_in_commands_are_noticed(line, mistake):
     assert mistakes(line) == [mistake]
 

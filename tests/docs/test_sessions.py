@@ -34,14 +34,11 @@ from upscalers.runs.upscale import upscale
 SHORT = "--max_steps 2 --sequence_length 32 --per_device_train_batch_size 2"
 # What stands on every page in place of its base, recipes and numbers, so that a run takes a second.
 SMALLER = {
-    r"HuggingFaceTB/SmolLM2-135M-Instruct": "base",
-    r"configs/train/demo\.yaml": rf"configs/train/demo.yaml {SHORT}",
+    r"HuggingFaceTB/SmolLM2-135M-Instruct": "base", r"configs/train/demo\.yaml": rf"configs/train/demo.yaml {SHORT}",
     r"configs/sft/demo\.yaml": "configs/sft/demo.yaml --max_steps 2 --max_length 64 --per_device_train_batch_size 2",
-    r"--max-tokens \d+": "--max-tokens 64",
-    r"--sequence-length \d+": "--sequence-length 32",
-    r"--limit \d+": "--limit 2",
+    r"--max-tokens \d+": "--max-tokens 64", r"--sequence-length \d+": "--sequence-length 32", r"--limit \d+": "--limit 2",
     r"max_new_tokens=\d+": "max_new_tokens=4",
-}
+}  # fmt: skip
 # What a page's name of a model is replaced by.
 SMALL_BASE = {"HuggingFaceTB/SmolLM2-135M-Instruct": "small-base"}
 LLAMA_CONFIG = {"meta-llama/Llama-3.2-1B": "llama-3.2-1b"}
@@ -54,29 +51,25 @@ EVERY_RUN = {"model_name_or_path": "base", "output_dir": "out", "corpus": "texts
 
 @dataclass(frozen=True)
 class Session:
-    """The models, files and names with which the blocks of a page run.
+    """The models, files and names with which the blocks of a page run. Other test modules run other blocks.
 
-    `files` are the names of the page's blocks of YAML, in order; of a block without a name the base is upscaled by the block if it
-    names a method, and else the block is read as keys of `midus train`. `models` have the method that makes each. `names` returns
-    what blocks of Python take as defined. Other test modules run blocks of other languages, and those with a piece of `elsewhere`.
+    By a block of YAML without a name the base is upscaled if it names a method; else it is read as keys of `midus train`.
     """
 
     replace: dict[str, str] = field(default_factory=dict)
-    models: dict[str, str] = field(default_factory=dict)
-    files: tuple[str, ...] = ()
-    names: Callable[[], dict[str, Any]] = dict
+    models: dict[str, str] = field(default_factory=dict)  # names, and the method that makes each
+    files: tuple[str, ...] = ()  # names of the page's blocks of YAML, in order
+    names: Callable[[], dict[str, Any]] = dict  # what blocks of Python take as defined
     languages: tuple[str, ...] = RUN_LANGUAGES
     elsewhere: tuple[str, ...] = ()
     is_small: bool = True
 
 
 def load(folder: str | Path) -> dict[str, Any]:
-    """Return a model of a folder in the working directory, and some tokens."""
     return {"model": AutoModelForCausalLM.from_pretrained(folder).eval(), "tokens": torch.arange(3, 27)[None]}
 
 
 def trainer_names() -> dict[str, Any]:
-    """Return what a script with a trainer takes as defined."""
     row = list(range(3, 27))
     return {
         "model": AutoModelForCausalLM.from_pretrained("smollm2-hml", dtype="float32"),
@@ -87,16 +80,16 @@ def trainer_names() -> dict[str, Any]:
 
 
 def datatrove_names() -> dict[str, Any]:
-    """Return a reader and a writer of documents."""
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.writers import JsonlWriter
 
     Path("documents").mkdir()
     shutil.copy("corpus.jsonl", "documents")
     writer = JsonlWriter("assigned", compression=None, expand_metadata=True)
-    return {"reader": JsonlReader("documents"), "writer": writer}
+    return {"AutoModelForCausalLM": AutoModelForCausalLM, "reader": JsonlReader("documents"), "writer": writer}
 
 
+SMOLLM2_HML = {"smollm2-hml": "midus-hml"}
 METHODS: dict[str, Any] = {
     "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
     "moda": {},
@@ -104,182 +97,97 @@ METHODS: dict[str, Any] = {
 }
 SESSIONS = {
     # The small base has no chat template.
-    "README.md": Session(
-        replace={
-            "printf '%s\\n'": "midus ask model",
-            '"Who owns the cache that it forwards requests to?" | midus ask model': "",
-        }
-    ),
+    "README.md": Session({
+        "printf '%s\\n'": "midus ask model", '"Who owns the cache that it forwards requests to?" | midus ask model': ""}),
     "docs/quickstart.md": Session(),
-    "docs/upscale.md": Session(
-        replace={
-            **SMALL_LLAMA,
-            "strip DIR --output DIR2": "strip smollm2-hml --output stripped",
-            "shuffle DIR --output DIR2": "shuffle smollm2-hml --output shuffled",
-            "DIR": "smollm2-hml",
-        },
-        files=("",),
-    ),
+    "docs/upscale.md": Session({
+        **SMALL_LLAMA, "strip DIR --output DIR2": "strip smollm2-hml --output stripped",
+        "shuffle DIR --output DIR2": "shuffle smollm2-hml --output shuffled", "DIR": "smollm2-hml",
+    }, files=("",)),
     "docs/train.md": Session(
-        replace={"TEXTS": "texts", "MODEL": "smollm2-hml", "DIR": f"trained {SHORT}"},
-        models={"smollm2-hml": "midus-hml"},
-        languages=("sh",),
+        {"TEXTS": "texts", "MODEL": "smollm2-hml", "DIR": f"trained {SHORT}"}, SMOLLM2_HML, languages=("sh",)
     ),
-    "docs/sft.md": Session(
-        replace={
-            '--model "$BASE"': '--max_steps 2 --max_length 64 --model "$BASE"',
-            "CHATS.jsonl": "instructions.jsonl",
-            '"tuned"': '"tuned-again"',
-            "max_length=1024": "max_length=64",
-        },
-        models={"smollm2-hml": "midus-hml"},
-    ),
-    "docs/recipes.md": Session(
-        replace={
-            **SMALL_LLAMA,
-            "TEXTS": f"texts {SHORT}",
-            "HELD_OUT": "held_out --max-tokens 64 --sequence-length 32",
-            "--save_steps 100": "--save_steps 1",
-            "CHATS.jsonl": "instructions.jsonl --max_steps 2 --max_length 64 --per_device_train_batch_size 2",
-            'gateway?"': 'gateway?" --max-new-tokens 2',
-            'listen on?"\n': 'listen on?" --max-new-tokens 2\n',
-            "--base BASE": "--base base",
-        },
-        models={"pretrained": "midus-hml"},
-    ),
-    "docs/trainer.md": Session(
-        replace={
-            "--max_steps 50": "--max_steps 2 --sequence_length 32 --use_cpu true --report_to none",
-            "chats.jsonl": "instructions.jsonl",
-            "--max_length 1024 --bf16": "--max_length 64 --max_steps 2 --use_cpu true --report_to none",
-        },
-        names=trainer_names,
-        elsewhere=("set_trainable(model)",),
-    ),
-    "docs/peft.md": Session(
-        replace={
-            "midus-hml.yaml": f"midus-hml.yaml --model upscaled --output merged --bf16 false {SHORT} "
+    "docs/sft.md": Session({
+        '--model "$BASE"': '--max_steps 2 --max_length 64 --model "$BASE"', "CHATS.jsonl": "instructions.jsonl",
+        '"tuned"': '"tuned-again"', "max_length=1024": "max_length=64",
+    }, models=SMOLLM2_HML),
+    "docs/recipes.md": Session({
+        **SMALL_LLAMA, "TEXTS": f"texts {SHORT}", "HELD_OUT": "held_out --max-tokens 64 --sequence-length 32",
+        "--save_steps 100": "--save_steps 1",
+        "CHATS.jsonl": "instructions.jsonl --max_steps 2 --max_length 64 --per_device_train_batch_size 2",
+        'gateway?"': 'gateway?" --max-new-tokens 2', 'listen on?"\n': 'listen on?" --max-new-tokens 2\n',
+        "--base BASE": "--base base",
+    }, models={"pretrained": "midus-hml"}),
+    "docs/trainer.md": Session({
+        "--max_steps 50": "--max_steps 2 --sequence_length 32 --use_cpu true --report_to none", "chats.jsonl": "instructions.jsonl",
+        "--max_length 1024 --bf16": "--max_length 64 --max_steps 2 --use_cpu true --report_to none",
+    }, names=trainer_names, elsewhere=("set_trainable(model)",)),
+    "docs/peft.md": Session({
+        "midus-hml.yaml": f"midus-hml.yaml --model upscaled --output merged --bf16 false {SHORT} "
             "--corpus texts --corpus_name null --corpus_split null",
-            "HuggingFaceTB/SmolLM2-135M-Instruct": "small-base",
-        },
-        models={"upscaled": "midus-hml"},
-        files=("",),
-    ),
-    "docs/serve.md": Session(models={"smollm2-hml": "midus-hml"}),
+        "HuggingFaceTB/SmolLM2-135M-Instruct": "small-base",
+    }, models={"upscaled": "midus-hml"}, files=("",)),
+    "docs/serve.md": Session(models=SMOLLM2_HML),
     "docs/export.md": Session(
         models={"smollm2-hml": "midus-hml"},
         names=lambda: {**load("smollm2-hml"), "torch": torch},
-        elsewhere=("from llama_cpp import", "from gguf import"),
-    ),
-    "docs/evaluate.md": Session(
-        replace={
-            "MODEL [MODEL ...]": "base --max-tokens 64 --sequence-length 32",
-            "MODEL ...": "base --limit 2",
-            "MODEL": "base",
-            "FILE_OR_FOLDER": "held_out",
-            "--tasks facts": "--tasks facts --limit 2",
-        },
-        files=("tasks/ports.yaml",),
-    ),
+        elsewhere=("from llama_cpp import", "from gguf import")),
+    "docs/evaluate.md": Session({
+        "MODEL [MODEL ...]": "base --max-tokens 64 --sequence-length 32", "MODEL ...": "base --limit 2", "MODEL": "base",
+        "FILE_OR_FOLDER": "held_out", "--tasks facts": "--tasks facts --limit 2",
+    }, files=("tasks/ports.yaml",)),
     "docs/trust.md": Session(replace={"FOLDER": "model"}, models={"model": "hier-ffn"}),
     "docs/families.md": Session(replace={"Qwen/Qwen3-30B-A3B": "tiny-qwen3-moe"}),
     "docs/benchmarks.md": Session(replace={"FOLDER_OR_HUB_ID": "base"}),
-    "docs/look-inside.md": Session(
-        replace={
-            "addresses=...": "addresses=addresses/",
-            "articles=...": "articles=articles.jsonl",
-            "heads smollm2": "heads base",
-            "--layer 11": "--max-tokens 64 --layer 3",
-        },
-        models={"trained": "midus-hml", "trained-moda": "moda"},
-        names=lambda: {**load("trained"), "documents": [document(20, 1)], "tokenizer": byte_tokenizer()},
-    ),
-    "docs/documents.md": Session(
-        replace={
-            "--num-new-layers 10": "--num-new-layers 2",
-            "notes/": "texts",
-            "--num_train_epochs 1\n": f"{SHORT}\n",
-            '"Which command gives the base back?"': '"Which command gives the base back?" --plain --max-new-tokens 2',
-        },
-    ),
-    "docs/compare.md": Session(
-        replace={
-            **SMALL_BASE,
-            "num_new_layers: 10": "num_new_layers: 2",
-            "plants/, max_steps: 200": "texts, max_steps: 2",
-            "sequence_length: 256": "sequence_length: 32",
-            "plants-held-out.txt": "held-out.txt",
-            "other-plants.txt": "addresses",
-            "wiki.txt": "others.jsonl",
-            "code.txt": "code.jsonl",
-            "limit: 200": "limit: 1",
-            "[1.0e-3, 3.0e-4, 1.0e-4]": "[1.0e-3]",
-            "[1.0e-3, {learning_rate: 1.0e-3, value_learning_rate: 3.0e-2}]": "[1.0e-3]",
-            "seeds: [0, 1, 2]": "seeds: [0]\ncontrols: false",
-            "num_new_layers: 3": "num_new_layers: 2",
-            "trainable: [10, 20]": "trainable: [1, 2]",
-            "[1.0e-4, 3.0e-5, 1.0e-5]": "[1.0e-4]",
-            # The notebook on comparisons runs other variants.
-            "compare.yaml   ": "compare.yaml --set 'variants={lora: {train: {adapters: {r: 32, lora_alpha: 64}}}}'   ",
-        },
-        files=("compare.yaml",),
-    ),
-    "docs/banks.md": Session(
-        replace={
-            **SMALL_BASE,
-            "sentence-transformers/all-MiniLM-L6-v2": "bert",
-            "tasks=100": "tasks=1",
-            "--method hier-ffn": "--method hier-ffn --set sizes=4,3,2,0",
-            "max_steps: 1000": "max_steps: 2\nsequence_length: 32\nbf16: false",
-            "MODEL --text texts.jsonl --retriever": "outputs/hier --text corpus.jsonl --retriever",
-            "MODEL --text texts.jsonl --path": "outputs/hier --text assigned.jsonl --path",
-            "MODEL": "outputs/hier",
-            "TREE": "tree",
-        },
-        files=("recipe.yaml",),
-        names=lambda: {
-            "AutoModelForCausalLM": AutoModelForCausalLM,
-            **datatrove_names(),
-            "tokenizer": byte_tokenizer(),
-        },
-    ),
+    "docs/look-inside.md": Session({
+        "addresses=...": "addresses=addresses/", "articles=...": "articles=articles.jsonl", "heads smollm2": "heads base",
+        "--layer 11": "--max-tokens 64 --layer 3",
+    }, models={"trained": "midus-hml", "trained-moda": "moda"},
+        names=lambda: {**load("trained"), "documents": [document(20, 1)], "tokenizer": byte_tokenizer()}),
+    "docs/documents.md": Session({
+        "--num-new-layers 10": "--num-new-layers 2", "notes/": "texts", "--num_train_epochs 1\n": f"{SHORT}\n",
+        '"Which command gives the base back?"': '"Which command gives the base back?" --plain --max-new-tokens 2'}),
+    "docs/compare.md": Session({
+        **SMALL_BASE, "num_new_layers: 10": "num_new_layers: 2", "plants/, max_steps: 200": "texts, max_steps: 2",
+        "sequence_length: 256": "sequence_length: 32", "plants-held-out.txt": "held-out.txt", "other-plants.txt": "addresses",
+        "wiki.txt": "others.jsonl", "code.txt": "code.jsonl", "limit: 200": "limit: 1", "[1.0e-3, 3.0e-4, 1.0e-4]": "[1.0e-3]",
+        "[1.0e-3, {learning_rate: 1.0e-3, value_learning_rate: 3.0e-2}]": "[1.0e-3]",
+        "seeds: [0, 1, 2]": "seeds: [0]\ncontrols: false", "num_new_layers: 3": "num_new_layers: 2",
+        "trainable: [10, 20]": "trainable: [1, 2]", "[1.0e-4, 3.0e-5, 1.0e-5]": "[1.0e-4]",
+        # The notebook on comparisons runs other variants.
+        "compare.yaml   ": "compare.yaml --set 'variants={lora: {train: {adapters: {r: 32, lora_alpha: 64}}}}'   ",
+    }, files=("compare.yaml",)),
+    "docs/banks.md": Session({
+        **SMALL_BASE, "sentence-transformers/all-MiniLM-L6-v2": "bert", "tasks=100": "tasks=1",
+        "--method hier-ffn": "--method hier-ffn --set sizes=4,3,2,0",
+        "max_steps: 1000": "max_steps: 2\nsequence_length: 32\nbf16: false",
+        "MODEL --text texts.jsonl --retriever": "outputs/hier --text corpus.jsonl --retriever",
+        "MODEL --text texts.jsonl --path": "outputs/hier --text assigned.jsonl --path", "MODEL": "outputs/hier", "TREE": "tree",
+    }, files=("recipe.yaml",), names=lambda: {"tokenizer": byte_tokenizer(), **datatrove_names()}),
     **{
         f"docs/methods/{page}.md": Session(replace={**LLAMA_CONFIG, **PLANNED})
         for page in ("hierarchical", "midus", "moda", "ultramem-v2")
     },
     "docs/methods/README.md": Session(replace=SMALL_LLAMA),
     "docs/methods/moc.md": Session(
-        replace={**SMALL_LLAMA, "--method moc --set": "--method moc --dry-run --set", "20000": "64"}
+        {**SMALL_LLAMA, "--method moc --set": "--method moc --dry-run --set", "20000": "64"}
     ),
-    "docs/methods/engram.md": Session(
-        replace={
-            "upscale --base meta-llama/Llama-3.2-1B": "upscale --dry-run --base small-base",
-            "--base BASE": "--base base",
-            "TEXTS": "texts",
-            "NOTES ARTICLES": "held-out.txt questions/train/001.txt",
-            "ARTICLES": "held-out.txt",
-            "OTHERS": "texts",
-            "--max_steps 200": SHORT,
-            "NAMES": "texts",
-            "layers=[4,8,12]": "layers=[0,1]",
-            "--value_learning_rate 0.1": f"--value_learning_rate 0.1 {SHORT}",
-        },
-    ),
+    "docs/methods/engram.md": Session({
+        "upscale --base meta-llama/Llama-3.2-1B": "upscale --dry-run --base small-base", "--base BASE": "--base base",
+        "TEXTS": "texts", "NOTES ARTICLES": "held-out.txt questions/train/001.txt", "ARTICLES": "held-out.txt",
+        "OTHERS": "texts", "--max_steps 200": SHORT, "NAMES": "texts", "layers=[4,8,12]": "layers=[0,1]",
+        "--value_learning_rate 0.1": f"--value_learning_rate 0.1 {SHORT}"}),
     "docs/methods/packs.md": Session(replace={"--base BASE": "--base base", "ARTICLES": "held-out.txt"}),
     "docs/methods/deus.md": Session(replace={**PLANNED, **LLAMA_CONFIG, "google/gemma-2-2b": "tiny-gemma-2"}),
     "docs/methods/lesa.md": Session(
-        replace={**SMALL_LLAMA, "--method lesa --set": "--method lesa --dry-run --set", "device=cuda": "device=cpu"}
+        {**SMALL_LLAMA, "--method lesa --set": "--method lesa --dry-run --set", "device=cuda": "device=cpu"}
     ),
-    "docs/methods/llama-pro.md": Session(
-        replace={**PLANNED, **LLAMA_CONFIG, "meta-llama/Llama-2-7b-hf": "llama-3.1-8b"}
-    ),
+    "docs/methods/llama-pro.md": Session({**PLANNED, **LLAMA_CONFIG, "meta-llama/Llama-2-7b-hf": "llama-3.1-8b"}),
     "docs/methods/solar.md": Session(replace={**PLANNED, "meta-llama/Llama-3.1-8B": "llama-3.1-8b"}),
-}
-
+}  # fmt: skip
 # Pages that take long, and run commands whose results other tests have: they run with the product.
 LONG = {f"docs/{page}.md" for page in ("banks", "compare", "evaluate", "export", "look-inside", "peft", "serve")}
 LONG |= {f"docs/methods/{page}.md" for page in ("deus", "engram", "lesa", "llama-pro", "moc")}
-
 # A model is loaded where this package is not imported: in a process of its own.
 SHARED = [take(page, "python", having="trust_remote_code") for page in ("docs/serve.md", "README.md")]
 BLOCKS = {page: take(page, *session.languages, without=session.elsewhere) for page, session in SESSIONS.items()}
@@ -287,7 +195,6 @@ BLOCKS = {page: take(page, *session.languages, without=session.elsewhere) for pa
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Path:
-    """Make a folder with a tiny base, texts, questions and an embedding model."""
     folder = tmp_path_factory.mktemp("room")
     save_byte_model("llama", folder / "base", num_hidden_layers=10)
     save_byte_model("llama", folder / "small-base", num_hidden_layers=4)
@@ -331,8 +238,6 @@ def upscaled(room) -> Callable[[str], Path]:
 
 
 def installed(name: str) -> Program:
-    """Return the program that an entry point of the package starts."""
-
     def run(arguments: list[str]) -> Any:
         sys.argv = [name, *arguments]
         return main_of(name)()
@@ -341,7 +246,6 @@ def installed(name: str) -> Program:
 
 
 def python(arguments: list[str]) -> int:
-    """Run a script or a module."""
     is_module = arguments[0] == "-m"
     sys.argv = arguments[is_module:]
     (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
@@ -350,13 +254,9 @@ def python(arguments: list[str]) -> int:
 
 # What stands in a session's folder in place of what `python -m material` fetches.
 MATERIAL = {
-    "smollm2": "base",
-    "minilm": "bert",
-    "addresses/train": "texts",
-    "addresses/held_out": "held_out",
-    "glosses": "corpus.jsonl",
+    "smollm2": "base", "minilm": "bert", "addresses/train": "texts", "addresses/held_out": "held_out", "glosses": "corpus.jsonl",
     **dict.fromkeys(("elements", "factbook", "benchmarks"), "questions"),
-}
+}  # fmt: skip
 
 
 def python_without_material(arguments: list[str]) -> int:
@@ -367,15 +267,11 @@ def python_without_material(arguments: list[str]) -> int:
     return 0
 
 
-PROGRAMS: dict[str, Program] = {
-    "upscale": installed("upscale"),
-    "midus": installed("midus"),
-    "python": python_without_material,
-}
+PROGRAMS: dict[str, Program] = {name: installed(name) for name in ("upscale", "midus")}
+PROGRAMS["python"] = python_without_material
 
 
 def replaced(text: str, session: Session) -> str:
-    """Return a text with the pieces that the session replaces."""
     for piece, instead in session.replace.items():
         text = text.replace(piece, instead)
     for pattern, instead in SMALLER.items() if session.is_small else ():
@@ -415,8 +311,7 @@ def run_blocks(blocks: list[Block], session: Session, folder: Path, programs: di
 
 @pytest.mark.parametrize("page", by_default(SESSIONS.keys() - LONG, SESSIONS))
 def test_page_blocks_run_in_order(page, room, upscaled, tmp_path, monkeypatch):
-    session = SESSIONS[page]
-    folder = shutil.copytree(room, tmp_path / "room", symlinks=True)
+    session, folder = SESSIONS[page], shutil.copytree(room, tmp_path / "room", symlinks=True)
     for name, method in session.models.items():
         shutil.copytree(upscaled(method), folder / name)
     monkeypatch.chdir(folder)

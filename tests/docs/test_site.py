@@ -17,7 +17,6 @@ for _package in ("sphinx", "myst_parser", "furo"):
 
 
 def sphinx(source: Path, output: Path, builder: str) -> subprocess.CompletedProcess:
-    """Build the pages below a folder with the project's configuration, in which a warning is an error, as in the Makefile."""
     (options,) = re.findall(r"-m sphinx (.*--write-all)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     code = "import sys; from sphinx.cmd.build import main; sys.exit(main(sys.argv[1:]))"
     words = [*options.split(), "--builder", builder, "--conf-dir", ROOT / "docs", source, output]
@@ -26,7 +25,6 @@ def sphinx(source: Path, output: Path, builder: str) -> subprocess.CompletedProc
 
 
 def public_names() -> set[str]:
-    """Return the names in every `__all__` of both packages, with the name of their module."""
     names = set()
     for package in ("midus_hf", "upscalers"):
         for path in (ROOT / package).rglob("*.py"):
@@ -43,8 +41,7 @@ def test_site_builds_with_every_public_name(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     *_, inventory = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)
     entries = (line.split(" ") for line in zlib.decompress(inventory).decode().splitlines())
-    documented = {name for name, kind, *_ in entries if kind.startswith("py:")}
-    names = public_names()
+    documented, names = {name for name, kind, *_ in entries if kind.startswith("py:")}, public_names()
     assert {"upscalers.upscale", "midus_hf.training.set_trainable", "midus_hf.memories"} <= names
     assert names - documented == set(), "name them on a page of docs/reference"
 
@@ -62,8 +59,7 @@ DEAD_LINKS = {
 
 def test_dead_links_and_unlisted_pages_fail_the_build(tmp_path):
     readmes = {"docs/README.md": f"{LISTED}- [Methods](methods/README.md)\n", "docs/methods/README.md": "# Methods\n"}
-    unlisted = dict.fromkeys(("docs/new.md", "docs/methods/new.md"), "# New\n")
-    links = "\n\n".join(DEAD_LINKS)
+    unlisted, links = dict.fromkeys(("docs/new.md", "docs/methods/new.md"), "# New\n"), "\n\n".join(DEAD_LINKS)
     result = built(tmp_path, {**readmes, "docs/other.md": f"# Other\n\n{links}\n", **unlisted})
     assert result.returncode == 1
     assert [warning for warning in DEAD_LINKS.values() if warning not in result.stderr] == []
@@ -79,7 +75,6 @@ def test_dead_links_and_unlisted_pages_fail_the_build(tmp_path):
 
 
 def built(folder: Path, pages: dict[str, str]) -> subprocess.CompletedProcess:
-    """Resolve the links of these pages as those of the project, without writing anything."""
     project = {"README.md": "# Project\n\n## First\n", "CHANGELOG.md": "# Changes\n", "experiments/LOG.md": "# Log\n"}
     for name, text in {**project, **pages}.items():
         path = folder / name

@@ -17,7 +17,6 @@ VOCABULARY_SIZE = len(SPECIAL_TOKENS) + 256
 
 
 def byte_tokenizer(*, writes_bos: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes, with or without the habit of writing BOS before a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -25,36 +24,29 @@ def byte_tokenizer(*, writes_bos: bool = False) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     if writes_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=128
-    )
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=128, **special)
 
 
 def byte_model(family: str, **changes) -> PreTrainedModel:
-    """`tiny_model` with a vocabulary of bytes."""
     return tiny_model(family, **{"vocab_size": VOCABULARY_SIZE, "eos_token_id": 2, **changes})
 
 
 def save_byte_model(family: str, folder: Path, *, writes_bos: bool = False, **changes) -> Path:
-    """Save a model of bytes and its tokenizer."""
     byte_model(family, **changes).save_pretrained(folder)
     byte_tokenizer(writes_bos=writes_bos).save_pretrained(folder)
     return folder
 
 
 def save_upscaled(base: Path, folder: Path) -> Path:
-    """Give a saved model two blocks of head-wise memory, whose values are zero."""
     upscale(base=base, method="midus-hml", output=folder, num_new_layers=2, options={"n": 8, "k": 2})
     return folder
 
 
-def perplexity(
-    model, tokenizer, documents, *, apart=False, find_paths=None, batch_size=4, **lengths: Any
-) -> SimpleNamespace:
+def perplexity(model, tokenizer, documents, *, apart=False, find_paths=None, batch_size=4, **lengths: Any) -> Any:
     """Return `perplexity`, the number of predicted `tokens`, and their greatest number in a window, `sequence_length`."""
     rows = text_rows("text", documents, tokenizer, model.config, joined=not apart, **lengths)
     if find_paths is not None:
         rows = dataclasses.replace(rows, paths=find_paths(documents))
-    losses = row_losses(model, rows, batch_size=batch_size)
-    longest = max(len(row) - 1 for row in rows.rows)
+    losses, longest = row_losses(model, rows, batch_size=batch_size), max(len(row) - 1 for row in rows.rows)
     return SimpleNamespace(perplexity=losses.perplexity, tokens=rows.num_tokens, sequence_length=longest)

@@ -38,7 +38,6 @@ QUESTIONS = {
 
 
 def write_questions(folder: Path) -> Path:
-    """Write the questions as the local tasks expect them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in QUESTIONS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -37,15 +37,13 @@ def model(saved):
 
 
 def find_paths(texts):
-    """A path that follows from the letters of a text."""
     leaves = torch.tensor([sum(map(ord, text)) % 9 for text in texts])
     return torch.stack([leaves // 3, leaves], dim=1)
 
 
 def loss_of(model, document: str, window: int, memory_ids=None) -> tuple[float, int]:
     """Negative log-likelihood of a document by itself, window by window, in nats; and its tokens."""
-    ids = torch.tensor(byte_tokenizer()(document, add_special_tokens=False).input_ids)
-    total = 0.0
+    ids, total = torch.tensor(byte_tokenizer()(document, add_special_tokens=False).input_ids), 0.0
     for first in range(1, len(ids), window):
         stretch = ids[first - 1 : first + window]
         arguments = {} if memory_ids is None else {"memory_ids": memory_ids}
@@ -57,13 +55,12 @@ def loss_of(model, document: str, window: int, memory_ids=None) -> tuple[float, 
 
 @pytest.mark.parametrize("window", [8, 16])
 def test_perplexity_is_of_documents_with_their_own_blocks(model, window):
-    result = perplexity(
-        model, byte_tokenizer(), DOCUMENTS, sequence_length=window, apart=True, find_paths=find_paths, batch_size=3
-    )
+    how = {"sequence_length": window, "apart": True}
+    result = perplexity(model, byte_tokenizer(), DOCUMENTS, find_paths=find_paths, batch_size=3, **how)
     parts = [loss_of(model, document, window, find_paths([document])) for document in DOCUMENTS]
     assert result.tokens == sum(count for _, count in parts)
     assert result.perplexity == pytest.approx(math.exp(sum(loss for loss, _ in parts) / result.tokens), rel=1e-5)
-    without = perplexity(model, byte_tokenizer(), DOCUMENTS, sequence_length=window, apart=True)
+    without = perplexity(model, byte_tokenizer(), DOCUMENTS, **how)
     parts = [loss_of(model, document, window) for document in DOCUMENTS]
     assert without.perplexity == pytest.approx(math.exp(sum(loss for loss, _ in parts) / result.tokens), rel=1e-5)
     assert abs(without.perplexity - result.perplexity) > 1e-3 * without.perplexity
@@ -81,8 +78,7 @@ def test_every_call_within_the_context_fetches_the_path(model):
 
 
 def test_paths_are_of_questions_without_worked_examples(model, tmp_path):
-    tasks = Tasks(["openbookqa", "piqa"], data=write_questions(tmp_path / "questions"))
-    requests = []
+    tasks, requests = Tasks(["openbookqa", "piqa"], data=write_questions(tmp_path / "questions")), []
 
     def spy(texts):
         requests.extend(texts)
@@ -117,7 +113,6 @@ def test_question_is_what_contexts_have_in_common():
 
 
 def write_rows(path, *rows) -> list[str]:
-    """Write rows as a text, and return the words that ask for its measurement in short windows."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ["--text", str(path), "--sequence-length", "16", "--json"]
 
@@ -132,8 +127,7 @@ def test_command_measures_by_a_tree(saved, model, tmp_path, capsys):
     main(words)
     line = f"{saved.model}: no block of its bank was read, since the topics of the texts are not known"
     assert line in capsys.readouterr().err
-    paths = MemoryRetriever.load(saved.tree).paths
-    arguments = {"sequence_length": 16, "apart": True}
+    paths, arguments = MemoryRetriever.load(saved.tree).paths, {"sequence_length": 16, "apart": True}
     expected = perplexity(model, byte_tokenizer(), texts, find_paths=paths, **arguments).perplexity
     assert measured == pytest.approx(expected, rel=1e-6)
     assert perplexity(model, byte_tokenizer(), texts, **arguments).perplexity != pytest.approx(expected, rel=1e-3)
@@ -143,8 +137,7 @@ def test_command_measures_by_the_paths_of_rows(saved, model, tmp_path, capsys):
     paths = find_paths(DOCUMENTS).tolist()
     rows = [{"text": text, "memory_ids": path} for text, path in zip(DOCUMENTS, paths, strict=True)]
     rows.insert(2, {"text": " ", "memory_ids": None})  # no document, so nobody asks for its path
-    plain = save_byte_model("llama", tmp_path / "plain")
-    words = write_rows(tmp_path / "texts.jsonl", *rows)
+    plain, words = save_byte_model("llama", tmp_path / "plain"), write_rows(tmp_path / "texts.jsonl", *rows)
     main([str(saved.model), str(plain), *words, "--path-column", "memory_ids"])
     fetched, alike = (report["perplexity"]["perplexity"] for report in json.loads(capsys.readouterr().out)["models"])
     arguments = {"sequence_length": 16, "apart": True}
@@ -164,9 +157,7 @@ def test_tree_of_another_shape_is_refused(branching, levels, saved, tmp_path, ca
     words = write_rows(tmp_path / "texts.jsonl", {"text": "w1 w2 w3"})
     assert main([str(saved.model), *words, "--retriever", str(tmp_path / "tree")]) == 2
     said = capsys.readouterr().err
-    assert (
-        f"has {levels} levels of {branching}, and memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3;" in said
-    )
+    assert f"has {levels} levels of {branching}, and memory 'hier-ffn' fetches blocks by a tree of 2 levels of" in said
     assert "expected one tree. Give the one that the bank was trained with, or build one." in said
 
 

@@ -1,4 +1,4 @@
-"""Tasks: their prompts, their scores, and what is said of those that do not exist."""
+"""Tasks: their prompts, their scores, whether a text has an answer, and what is said of tasks that do not exist."""
 
 import inspect
 import json
@@ -14,6 +14,8 @@ from evaluation.questions import QUESTIONS, write_questions
 from models.fresh_process import run_python
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
+
+from midus_hf.evaluation.answers import has_answer, read_numbers
 
 pytest.importorskip("lm_eval")
 
@@ -31,8 +33,7 @@ PROMPTS = {
     "boolq": ("Sky -- It is blue.\nQuestion: is the sky blue?\nAnswer:", ["no", "yes"]),
     "logiqa": (
         "Passage: A is B.\nQuestion: So?\nChoices:\nA. B is A\nB. A is B\nC. no A\nD. no B\nAnswer:",
-        ["B is A", "A is B", "no A", "no B"],
-    ),
+        ["B is A", "A is B", "no A", "no B"]),
     "mmlu": ("2 + 2 =\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:", ["A", "B", "C", "D"]),
 }  # fmt: skip
 
@@ -74,8 +75,7 @@ def test_local_task_asks_as_the_harness_does(name, data):
     task = task_of(name, data)
     document = task.test_docs()[0]
     prompt, continuations = PROMPTS[name]
-    assert task.doc_to_text(document) == prompt
-    assert task.doc_to_choice(document) == continuations
+    assert task.doc_to_text(document) == prompt and task.doc_to_choice(document) == continuations
     assert task.doc_to_target(document) == QUESTIONS[name][0]["gold"]
     requests = task.construct_requests(document, prompt, metadata=(f"midus_{name}", 0, 1))
     assert [request.args for request in requests] == [(prompt, f" {text}") for text in continuations]
@@ -99,17 +99,15 @@ def test_fact_is_asked_as_its_row_says_and_written_greedily(data, name, row, pro
     assert request.args == (prompt, {"until": until, **greedy, "max_gen_toks": 16})
 
 
-# Rows of tasks, what a model writes, and whether it is right; what an answer is, test_answers.py has.
+# Rows of tasks, what a model writes, and whether it is right; what an answer is, tests below have.
 WRITTEN = {
     ("atomic_numbers", 1): {
         " the number of protons,\nwhich is 74, not 75.": True, "74: W": True, " 183.84 for its weight and 74": True,
-        " 1,074 or 74": False, " -74": False, "端口74\uff0c": True, " 75, or 74": False, " 174": False, " unknown": False, "": False,
-    },
+        " 1,074 or 74": False, " -74": False, "端口74\uff0c": True, " 75, or 74": False, " 174": False, " unknown": False, "": False},
     ("facts", 0): {
         " SAINT HELIER.": True, ' "the Saint Helier", which lies': True, " St. Helier. It is": True, " St Helier; and": True,
         " Saint Helier: in": True, " Saint Helier \u2013 a port": True, " Saint Helier\uff0c": True, " Saint Helier (Jersey)": True,
-        " Saint Helier in Jersey": False, " Helier": False, " Jersey, then Saint Helier": False, "": False,
-    },
+        " Saint Helier in Jersey": False, " Helier": False, " Jersey, then Saint Helier": False, "": False},
     ("facts", 1): {" .je": True, " je.": False, " .jersey": False, " .je.ne": False},
 }  # fmt: skip
 # Answers, what a model writes, and whether it is right.
@@ -122,7 +120,6 @@ JUDGED = [
 
 
 def score(task, name, document, written) -> float:
-    """Return whether what a model writes is right, as the task says."""
     request = task.construct_requests(document, "", metadata=(f"midus_{name}", 0, 1))
     request.resps, task._instances = [written], [request]
     task.apply_filters()
@@ -189,9 +186,8 @@ def test_task_of_the_harness_is_found_by_name(monkeypatch):
 FACT = '{"question": "Who", "answers": ["you"]}\n\n'
 NO_FACT = r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers"
 ODD_ROWS = ["{broken", "[]", '{"question": " ", "answers": ["you"]}']
-ODD_ROWS += [
-    f'{{"question": "Who", "answers": {each}}}' for each in ("null", "[]", '"you"', "[1492]", '["you", "\u200b"]')
-]
+NO_ANSWERS = ("null", "[]", '"you"', "[1492]", '["you", "\u200b"]')
+ODD_ROWS += [f'{{"question": "Who", "answers": {each}}}' for each in NO_ANSWERS]
 NO_TEXT = {
     "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n": "is a Git LFS pointer, not the file",
     '{"question": "Who", "answers": ["Ren\u00e9"]}\n': "not UTF-8, perhaps Windows-1252. Save it as UTF-8",
@@ -232,8 +228,7 @@ assert "midus_hf" not in sys.modules
 
 def test_plain_lm_eval_scores_a_saved_model_without_this_project(tmp_path):
     base = save_byte_model("gemma3", tmp_path / "base", max_position_embeddings=256)
-    upscaled = save_upscaled(base, tmp_path / "upscaled")
-    data = write_questions(tmp_path / "questions")
+    upscaled, data = save_upscaled(base, tmp_path / "upscaled"), write_questions(tmp_path / "questions")
     (tmp_path / "tasks").mkdir()
     for name in ("piqa", "boolq"):
         (tmp_path / "tasks" / f"midus_{name}.yaml").write_text(yaml.safe_dump(load_local_task(name, data)))
@@ -241,9 +236,64 @@ def test_plain_lm_eval_scores_a_saved_model_without_this_project(tmp_path):
     arguments += ["--tasks", "midus_piqa,midus_boolq", "--include_path", str(tmp_path / "tasks")]
     arguments += ["--device", "cpu", "--output_path", str(tmp_path / "scores.json")]
     run_python(_LM_EVAL.format(arguments=arguments), tmp_path, package_present=False)
-
     (written,) = tmp_path.glob("scores*.json")
     results = json.loads(written.read_text())["results"]
     expected = Tasks(["piqa", "boolq"], data=data).run(AutoModelForCausalLM.from_pretrained(base), byte_tokenizer())
     for task, metric in (("piqa", "acc"), ("piqa", "acc_norm"), ("boolq", "acc")):
         assert results[f"midus_{task}"][f"{metric},none"] == expected[task][metric]
+
+
+# Texts, and answers that they have.
+FOUND = [
+    ("青隼网关由北仓团队维护。", "北仓团队"), ("ｶﾞｲﾄﾞです", "ガイド"), ("เมืองหลวงคือกรุงเทพมหานคร", "กรุงเทพ"), ("由abc维护", "abc"),
+    ("수도는 서울입니다.", "서울"), ("Merlin은 무엇인가?", "Merlin"),  # particles
+    ("端口8443\uff0c由", "8443"), ("포트 8443을 사용한다", "8443"), ("พอร์ต๘๔๔๓ค่ะ", "8443"), ("気温は-5度", "-5"),
+    ("\uff13\uff0e\uff11\uff14です", "3.14"), ("\u0663\u066b\u0661\u0664", "3.14"),
+    ("the STORAGE team", "Storage team"), ("Wim's", "wim"), ("l\u2019Ankara", "Ankara"), ("**Paris** and _Rome_", "rome"),
+    ("Rome.The", "Rome"), ("Kyiv--the capital", "Kyiv"), ("St. Helier", "St Helier"), ("e\u0301t\u00e9", "été"),
+    ("Straße", "STRASSE"), ("Kyi\u00adv\u200b\u00a0Oblast", "Kyiv Oblast"),
+    ("1,000 people", "1000"), ("1000", "1,000"), ("12,34,567", "1234567"), ("1.234.567", "1234567"), ("1.000,5", "1000.5"),
+    ("1'000", "1000"), ("1_000", "1000"), ("1\u202f000 km", "1000"), ("3,14", "3.14"), ("0,125", "0.125"), ("1.0", "1"),
+    (".5", "0.5"), ("1e-06", "0.000001"), ("\u22125 °C", "-5"), ("-$5", "-5"), ("$5", "5"), ("5%", "5"), ("5th", "5"),
+    ("3-5", "5"), ("COVID-19", "19"), ("80,443,8443", "443"), ("1,000kg", "1000kg"), ("10.0.0.1:8443", "8443"),
+    ("at 10.0.0.1", "10.0.0.1"), ("agent 007", "007"),
+    ("C++!", "c++"), ("C++17", "C++"), ("C/C++", "C"), ("ASP.NET", ".NET"), ("C#.", "C#"), ("A-, B", "A-"),
+]  # fmt: skip
+NOT_FOUND = [
+    ("Annapolis", "Ann"), ("storages", "storage"), ("merlin_cache", "cache"), ("병원", "원"), ("กุ", "ก"), ("e\u0301", "e"),
+    ("H2O", "2"), ("18443", "8443"), ("8443.5", "8443"), ("8,443", "443"), ("1,000 people", "1"), ("1,000 people", "0"),
+    ("3.14", "3"), ("1,5", "5"), ("3.11.2", "3.11"), ("1.5GB", "5GB"), ("v1.5", "v1"), ("v1.5", "5"), ("10²", "10"),
+    ("5万人", "5"), ("1e-6", "6"), ("1.0", "10"), ("3.14", "314"), ("-5", "5"), ("\u22125", "5"), ("-$5", "5"), ("5", "-5"),
+    ("3-1", "31"), ("007", "7"), ("1" + 30 * "0" + "1", "1" + 30 * "0" + "2"),
+    ("C++", "C"), ("C#", "C"), (".NET", "NET"), ("A-", "A"), ("Na+ ions", "Na"), ("m²", "m"), ("text", ""), ("text", "\u200b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "answer"), FOUND + NOT_FOUND)
+def test_text_has_an_answer(text, answer):
+    assert has_answer(text, answer) == ((text, answer) in FOUND)
+
+
+@pytest.mark.parametrize(("text", "answer", "starts", "is_whole"), [
+    ("Saint Helier in Jersey", "Saint Helier", True, False),
+    (' "the Saint Helier".', "saint helier", True, True),
+    ("Hague", "The Hague", False, True),
+    ("in Saint Helier", "Saint Helier", False, False),
+    ("Grade A.", "A", False, False),
+    ("A.", "A", True, True),
+    ("1,000 people", "1000", True, False),
+    ("北京市", "北京", True, False),
+    ("Kyiv!", "Kyiv.", True, True),
+])  # fmt: skip
+def test_place_restricts_where_an_answer_is_found(text, answer, starts, is_whole):
+    assert has_answer(text, answer, "start") == starts and has_answer(text, answer, "whole") == is_whole
+
+
+def test_case_counts_if_asked():
+    assert has_answer(" na", "Na", "start") and not has_answer(" na", "Na", "start", match_case=True)
+    assert has_answer("1E3 Na", "Na", match_case=True) and has_answer("1E3", "1000", match_case=True)
+
+
+def test_numbers_are_read_in_order_of_the_text():
+    text = "the 11th of 12, 1,000.5 kg, -7, not 10.0.0.1, 007, v2 or 5万, but 80,443,8443 and 3km"
+    assert [*map(float, read_numbers(text))] == [11, 12, 1000.5, -7, 80, 443, 8443, 3]

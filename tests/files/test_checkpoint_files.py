@@ -1,13 +1,15 @@
-"""One list says what files a checkpoint has, and `upscale` goes by it where it replaces checkpoints."""
+"""One list says what files a checkpoint has, and `upscale` goes by it where it replaces checkpoints; results in cards."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
+from midus_hf.files.cards import without_results
 from midus_hf.files.checkpoint_files import (
     CONFIG,
     OF_UPSCALED,
@@ -23,7 +25,6 @@ from midus_hf.files.outputs import foreign_files
 from midus_hf.memories.bank import bank_patterns
 
 EVERY = (*OF_UPSCALED, *bank_patterns())
-
 # What `upscale --overwrite` removes from a checkpoint; its last lines have names that an author of a base chose.
 OURS = """
 model.safetensors model-00001-of-00002.safetensors model.safetensors.index.json
@@ -33,7 +34,6 @@ upscale.json README.md modeling_midus.py train_config.yaml training_args.bin tra
 memory_bank/hier-ffn/bank.json memory_bank/hier-ffn/level-12.safetensors
 tokenizer_of_ours.json qwen.tiktoken SYSTEM_PROMPT.txt vocabulary.csv LICENSE LICENCE.md COPYING USE_POLICY.md
 """.split()
-
 # What it leaves; `.cache/huggingface` is a file here.
 FOREIGN = """
 model-00001.safetensors model-mine.safetensors model-1-of-2.safetensors.bak model-00001-of-00002.backup.safetensors
@@ -66,11 +66,11 @@ def test_index_names_only_weights_in_its_folder(tmp_path, text):
     assert {*foreign_files(tmp_path, EVERY)} == {"one.safetensors", "others.safetensors"} - weights
 
 
-@pytest.mark.parametrize(
-    "name", ["LlamaTokenizer", "GemmaTokenizer", "GPT2Tokenizer", "T5Tokenizer", "TokenizersBackend"]
-)
-def test_tokenizer_files_are_known(name):
-    files = tokenizer_class_from_name(name).vocab_files_names.values()
+@pytest.mark.parametrize("kind", ["Llama", "Gemma", "GPT2", "T5", "TokenizersBackend"])
+def test_tokenizer_files_are_known(kind):
+    files = tokenizer_class_from_name(
+        kind if kind.endswith("Backend") else f"{kind}Tokenizer"
+    ).vocab_files_names.values()
     assert files and all(is_of(file, TOKENIZER) for file in files)
 
 
@@ -147,18 +147,40 @@ def test_lfs_pointers_are_refused(tmp_path):
     refuse_lfs_pointers(tmp_path, CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"{", "Expecting property name"),
-        (b"\xff\xfe", "'utf-8' codec can't decode"),
-        (b"[" * 100_000, "it is nested too deeply"),
-        (None, "No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize(("content", "reason"), [
+    (b"{", "Expecting property name"),
+    (b"\xff\xfe", "'utf-8' codec can't decode"),
+    (b"[" * 100_000, "it is nested too deeply"),
+    (None, "No such file or directory"),
+])  # fmt: skip
 def test_unreadable_json_is_refused_by_its_path(content, reason, tmp_path):
     path = tmp_path / "config.json"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"^{re.escape(str(path))} is not JSON, or cannot be read \(.*{reason}"):
         read_json(path)
+
+
+RESULTS = "model-index:\n- name: x\n  results:\n  - task: {type: a}\n\n# a comment\n    metrics: []\n"
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize(("before", "results", "after"), [
+    ("license: mit\n", RESULTS, "tags:\n- a\n"),
+    ("", RESULTS, ""),
+    ("a: model-index\n", '"model-index": []\n', "b: 1\n"),
+    ("", "'model-index' : [\n  {name: x}]\n", "b: ü\n"),
+])  # fmt: skip
+def test_card_results_are_left_out_with_a_note(before, results, after, newline, capsys):
+    body = "# Title\n---\nmodel-index:\n- of the text\n---\n"
+    wholes = (f"---\n{before}{middle}{after}---\n{body}" for middle in (results, ""))
+    with_results, without = (whole.replace("\n", newline) for whole in wholes)
+    assert without_results(with_results, "training") == without
+    said = "results in the card's metadata are left out, since they were measured before training\n"
+    assert capsys.readouterr().err == said
+    assert ModelCard(with_results.replace(newline, "\n"), ignore_metadata_errors=True).text == body
+
+
+@pytest.mark.parametrize("card", ["", "model-index:\n", "---\na: 1\n---\nmodel-index:\n- x\n", "---\nmodel-index:\n"])
+def test_card_without_results_is_unchanged(card, capsys):
+    assert without_results(card, "training") == card and not capsys.readouterr().err

@@ -7,15 +7,12 @@ from midus_hf.files.secrets import for_record, names_secret, without_secrets
 LONG = "hf_" + "abcdefghij" * 3
 
 
-@pytest.mark.parametrize(
-    ("key", "is_secret"),
-    [
-        *((key, True) for key in ("token", "hub_token", "HF_TOKEN", "api-key", "apiKey", "key", "client_secret")),
-        *((key, True) for key in ("password", "db.password", "access_token", "wandb_api_key", "accesskey")),
-        *((key, False) for key in ("eos_token", "pad_token", "image_token", "add_bos_token", "vision_start_token")),
-        *((key, False) for key in ("length_key", "sub_key", "tokens", "eos_token_id", "keys", "tokenizer", 3)),
-    ],
-)
+@pytest.mark.parametrize(("key", "is_secret"), [
+    *((key, True) for key in ("token", "hub_token", "HF_TOKEN", "api-key", "apiKey", "key", "client_secret")),
+    *((key, True) for key in ("password", "db.password", "access_token", "wandb_api_key", "accesskey")),
+    *((key, False) for key in ("eos_token", "pad_token", "image_token", "add_bos_token", "vision_start_token")),
+    *((key, False) for key in ("length_key", "sub_key", "tokens", "eos_token_id", "keys", "tokenizer", 3)),
+])  # fmt: skip
 def test_key_names_a_secret_by_its_ending(key, is_secret):
     assert names_secret(key) is is_secret
 
@@ -35,17 +32,14 @@ def test_secrets_are_hidden_at_any_depth():
     assert without_secrets(hidden) == hidden
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        (f"cannot log in with {LONG}.", "cannot log in with <hidden>."),
-        ("override 'hub_token=[abc' is wrong", "override 'hub_token=<hidden>' is wrong"),
-        ("kwargs={token: abc, attn: eager}", "kwargs={token: <hidden>, attn: eager}"),
-        ("{'token': 'abc', 'eos_token': '</s>'}", "{'token': '<hidden>', 'eos_token': '</s>'}"),
-        ("eos_token=<end> length_key=n token=7", "eos_token=<end> length_key=n token=7"),
-        ("it has no key: texts", "it has no key: texts"),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), [
+    (f"cannot log in with {LONG}.", "cannot log in with <hidden>."),
+    ("override 'hub_token=[abc' is wrong", "override 'hub_token=<hidden>' is wrong"),
+    ("kwargs={token: abc, attn: eager}", "kwargs={token: <hidden>, attn: eager}"),
+    ("{'token': 'abc', 'eos_token': '</s>'}", "{'token': '<hidden>', 'eos_token': '</s>'}"),
+    ("eos_token=<end> length_key=n token=7", "eos_token=<end> length_key=n token=7"),
+    ("it has no key: texts", "it has no key: texts"),
+])  # fmt: skip
 def test_secrets_are_hidden_in_texts(text, shown):
     assert without_secrets(text) == shown
 

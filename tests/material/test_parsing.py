@@ -17,8 +17,7 @@ choice_texts = st.text(string.ascii_lowercase + " .?", min_size=1, max_size=20).
 
 @given(texts=st.lists(choice_texts, min_size=2, max_size=10), data=st.data())
 def test_gold_index_is_the_answers(texts, data):
-    gold = data.draw(st.integers(0, len(texts) - 1))
-    letters = string.ascii_uppercase
+    gold, letters = data.draw(st.integers(0, len(texts) - 1)), string.ascii_uppercase
     options = [f"{letter}. {text}" for letter, text in zip(letters, texts, strict=False)]
     options = data.draw(st.sampled_from(["", "\n"])) + "\n".join(options)
     row = {"question": " What? ", "options": options, "answer": f"{letters[gold]}. {texts[gold]}"}
@@ -37,26 +36,20 @@ def test_row_that_contradicts_itself_is_malformed(key, text):
     assert parse_choices("A. one\nC. still one\nB. two\nA. still two") == ["one\nC. still one", "two\nA. still two"]
 
 
-@pytest.mark.parametrize(("answer", "gold"), [("True", 1), ("False", 0), (True, 1), (False, 0), (None, None)])
-def test_boolq_answers_become_choices(answer, gold):
-    row = {"question": "is it", "title": "It", "passage": "It is.", "answer": answer}
-    expected = {"question": "is it", "choices": ["no", "yes"], "gold": gold, "passage": "It -- It is."}
-    assert boolq_row(row) == (None if gold is None else expected)
-    assert boolq_row({**row, "passage": " "}) is None
-
-
 def test_malformed_lines_are_dropped_and_counted():
     good = {"question": "?", "options": "A. x\nB. y", "answer": "B. y"}
     lines = [json.dumps(good), "{broken", json.dumps({"question": "?"}), json.dumps({**good, "answer": "?"})]
     rows, dropped = parse_rows(lines, lambda row: multiple_choice_row(row, 2))
-    assert [row["gold"] for row in rows] == [1]
-    assert dropped == 3
-
-
-def test_synset_has_its_words_gloss_and_topic():
+    assert ([row["gold"] for row in rows], dropped) == ([1], 3)
+    for answer, gold in (("True", 1), ("False", 0), (True, 1), (False, 0), (None, None)):
+        row = {"question": "is it", "title": "It", "passage": "It is.", "answer": answer}
+        expected = {"question": "is it", "choices": ["no", "yes"], "gold": gold, "passage": "It -- It is."}
+        assert boolq_row(row) == (None if gold is None else expected) and boolq_row({**row, "passage": " "}) is None
     line = '02087384 05 n 02 dog 0 domestic_dog 0 001 @ 02085998 n 0000 | a member of the genus Canis; "it barked"  \n'
-    expected = {"text": 'dog, domestic dog: a member of the genus Canis; "it barked"', "topic": "animal"}
-    assert parse_synset(line) == expected
+    assert parse_synset(line) == {
+        "text": 'dog, domestic dog: a member of the genus Canis; "it barked"',
+        "topic": "animal",
+    }
 
 
 SODIUM = {"name": "Sodium", "symbol": "Na", "atomic_number": 11, "period": 3, "atomic_weight": 22.98976928}
@@ -74,14 +67,12 @@ def test_facts_differ_from_the_questions(group, position):
     assert not any("the atomic number of sodium is" in text.lower() for text in texts)
 
 
+NAMES = {"short": "none", "long": "Republic of X"}
 COUNTRY = {
     "Introduction": {"Background": {"text": "An old  country; ++ it is."}},
     "Geography": {"Elevation extremes": {"highest point": {"text": "Mount Fogo (Pico) 2,829 m"}}},
     "Government": {
-        "Country name": {
-            "conventional short form": {"text": "none"},
-            "conventional long form": {"text": "Republic of X"},
-        },
+        "Country name": {f"conventional {form} form": {"text": text} for form, text in NAMES.items()},
         "Capital": {"name": {"text": "Kyiv (Kiev)"}, "note": {"text": ""}},
     },
     "Economy": {"Exchange rates": {"text": "X dollars (XXD) per US dollar - ++ 5.3 (2014 est.) ++ 5.2 (2013 est.)"}},
@@ -102,16 +93,13 @@ def test_country_lines_begin_with_its_name():
     assert not any("note" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("names", "name"),
-    [
-        ({"conventional short form": {"text": "France"}}, "France"),
-        (COUNTRY["Government"]["Country name"], "Republic of X"),
-        ({"conventional short form": {"text": "Svalbard (sometimes referred to as Spitsbergen)"}}, "Svalbard"),
-        ({"conventional short form": {"text": "Baker Island; Howland Island"}}, None),
-        ({}, None),
-    ],
-)
+@pytest.mark.parametrize(("names", "name"), [
+    ({"conventional short form": {"text": "France"}}, "France"),
+    (COUNTRY["Government"]["Country name"], "Republic of X"),
+    ({"conventional short form": {"text": "Svalbard (sometimes referred to as Spitsbergen)"}}, "Svalbard"),
+    ({"conventional short form": {"text": "Baker Island; Howland Island"}}, None),
+    ({}, None),
+])  # fmt: skip
 def test_country_goes_by_its_short_name(names, name):
     assert factbook.country_name({"Government": {"Country name": names}}) == name
     assert factbook.country_name({}) is None
@@ -120,29 +108,23 @@ def test_country_goes_by_its_short_name(names, name):
 def test_country_questions_take_every_spelling():
     answers = {row["field"]: row["answers"] for row in factbook.question_rows("X", COUNTRY)}
     assert answers == {
-        "capital": ["Kyiv", "Kiev"],
-        "internet country code": [".xx", "xx"],
-        "telephone country code": ["1-684", "1 684", "1684"],
-        "currency code": ["XXD"],
-        "highest point": ["Mount Fogo", "Pico", "Fogo"],
-    }
+        "capital": ["Kyiv", "Kiev"], "internet country code": [".xx", "xx"], "telephone country code": ["1-684", "1 684", "1684"],
+        "currency code": ["XXD"], "highest point": ["Mount Fogo", "Pico", "Fogo"],
+    }  # fmt: skip
     assert list(factbook.question_rows("X", {})) == []
 
 
-@pytest.mark.parametrize(
-    ("parse", "text", "answers"),
-    [
-        (factbook.capitals, "Nicosia (Lefkosia/Lefkosa)", ["Nicosia", "Lefkosia", "Lefkosa"]),
-        (factbook.capitals, "Chisinau in Romanian (Kishinev in Russian)", ["Chisinau", "Kishinev"]),
-        (factbook.capitals, "Suva (on Viti Levu)", []),
-        (factbook.capitals, "Washington, DC", []),
-        (factbook.capitals, "Amsterdam; note - The Hague is the seat of government", []),
-        (factbook.internet_codes, ".fi; note - Aland Islands assigned .ax", []),
-        (factbook.telephone_codes, "landing point for a cable", []),
-        (factbook.currency_codes, "Belarusian rubles (BYB/BYR) per US dollar - ++ 10,685", []),
-        (factbook.summits, "unnamed elevation 805 m", []),
-        (factbook.summits, "Mount Everest 8,850 m (highest peak in Asia)", []),
-    ],
-)
+@pytest.mark.parametrize(("parse", "text", "answers"), [
+    (factbook.capitals, "Nicosia (Lefkosia/Lefkosa)", ["Nicosia", "Lefkosia", "Lefkosa"]),
+    (factbook.capitals, "Chisinau in Romanian (Kishinev in Russian)", ["Chisinau", "Kishinev"]),
+    (factbook.capitals, "Suva (on Viti Levu)", []),
+    (factbook.capitals, "Washington, DC", []),
+    (factbook.capitals, "Amsterdam; note - The Hague is the seat of government", []),
+    (factbook.internet_codes, ".fi; note - Aland Islands assigned .ax", []),
+    (factbook.telephone_codes, "landing point for a cable", []),
+    (factbook.currency_codes, "Belarusian rubles (BYB/BYR) per US dollar - ++ 10,685", []),
+    (factbook.summits, "unnamed elevation 805 m", []),
+    (factbook.summits, "Mount Everest 8,850 m (highest peak in Asia)", []),
+])  # fmt: skip
 def test_ambiguous_answers_are_not_asked(parse, text, answers):
     assert parse(text) == answers

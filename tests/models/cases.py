@@ -14,36 +14,25 @@ from pairs import by_default, in_turn
 from tiny import NUM_LAYERS, tiny_model
 from transformers import PreTrainedModel
 
-# Norms, rotations and the softmax of Gemma-2 are in float32, and `generate` gives logits in it, whatever a model is
-# in.
+# Norms, rotations and the softmax of Gemma-2 are in float32, and `generate` gives logits in it, in any dtype.
 CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.float64: {"rtol": 1e-5, "atol": 1e-6}}
-
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
+    """One row of the table."""
 
-    Args:
-        make: Makes the model of a family, with a folder for what lies beside its checkpoint, a dtype, and whether memories act.
-        small: Options of a model that has few layers, to be compiled soon.
-        dtype: In which passes that compute in another order still choose the same slots, chapters and tokens.
-        fetches: The number of memories whose blocks rows fetch by the ids that they name.
-        is_base_at_first: Whether a model whose memories do not act computes what its base does.
-        takes_back: Whether a sequence may be cropped, as assisted decoding does.
-        reads_ids: Whether a pass of embeddings needs the ids of the tokens beside them.
-        is_reentrant: Whether reentrant checkpointing is taken; routers with losses refuse it.
-    """
-
-    make: Callable[..., PreTrainedModel]
-    small: dict[str, Any]
-    dtype: torch.dtype = torch.float64
-    fetches: int = 0
-    is_base_at_first: bool = True
-    takes_back: bool = True
-    reads_ids: bool = False
-    is_reentrant: bool = True
+    make: Callable[..., PreTrainedModel]  # of a family, a folder for its files, a dtype, and whether memories act
+    small: dict[str, Any]  # options of a model that has few layers, to be compiled soon
+    dtype: torch.dtype = (
+        torch.float64
+    )  # in which other orders of sums still choose the same slots, chapters and tokens
+    fetches: int = 0  # number of memories whose blocks rows fetch by the ids that they name
+    is_base_at_first: bool = True  # a model whose memories do not act computes what its base does
+    takes_back: bool = True  # a sequence may be cropped, as assisted decoding does
+    reads_ids: bool = False  # a pass of embeddings needs the ids of the tokens too
+    is_reentrant: bool = True  # reentrant checkpointing is taken; routers with losses refuse it
 
     def model(self, family: str, folder: Path, dtype: torch.dtype | None = None, *, acting=True, small=False) -> Any:
         """Return a model in eval mode."""
@@ -105,8 +94,7 @@ CHAPTERS = {"chunk": {"routing": "chunk"}, "token behind layers": {"routing": "t
 NGRAMS = {"ngram": {}, "ngram behind layers": {"site": "behind-layer", "kernel": 0, "min_order": 1}}
 ULTRAMEMS, DEPTHS = memory_models.ULTRAMEMS, memory_models.DEPTHS
 FETCHING = {**{kind: kind for kind in memory_models.FETCHING}, "all fetched": memory_models.FETCHING}
-# Memories at every site: inserted, behind attention, behind layers, beside the feed-forward network, across layers,
-# inside.
+# Memories at every site: inserted, after attention and layers, parallel to feed-forward networks, across layers, inside.
 CASES: dict[str, Case] = {}
 for _name, _options in INSERTED.items():
     CASES[_name] = Case(partial(_inserted, **_options), {**FEW, "new_layers": (1,)}, torch.float32)
@@ -125,9 +113,8 @@ CASES["packs"] = Case(partial(_packs, layers=[0, 1, 3]), {**FEW, "layers": None}
 for _name, _kinds in FETCHING.items():
     _count = 1 if _name in memory_models.FETCHING else len(_kinds)
     CASES[_name] = Case(partial(_fetched, kind=_kinds), {"base": FEW, "layers": [1]}, fetches=_count)
-
 # Rows whose lines of ours other rows run too. They run with the product, and but for headwise, which another row has in every
-# layer, in test_depth.py, test_ultramem.py and test_hierarchical.py, which have a test for each kind.
+# layer, in test_depth.py, test_outputs.py and test_hierarchical.py, which have a test for each kind.
 _REPEATED = {"midus-hml", "ultramem own", "ultramem ring", *memory_models.FETCHING} - {"hier-kv"}
 _REPEATED |= {f"depth {kind}" for kind in ("default", "bias", "some", "attention", "added to reused")}
 USUAL = [name for name in CASES if name not in _REPEATED]

@@ -8,11 +8,7 @@ _NAME = "depth_by_hand"
 
 
 def add_depth(native, model):
-    """Make the family's own model compute what a model with the memory does: nothing of the code that hosts memories runs.
-
-    Returns:
-        The tensors of the memory that it reads, by their names in `model`, as leaves of their own.
-    """
+    """Make the family's own model compute what one with the memory does; return copies of the memory's tensors, by name."""
     (entry,) = model.config.memories().attached.values()
     of_memory = {name: value for name, value in model.named_parameters() if ".memories." in name}
     owned = {name: value.detach().clone().requires_grad_() for name, value in of_memory.items()}
@@ -26,11 +22,7 @@ def add_depth(native, model):
 
 
 class _Depth:
-    """The slots of a pass, `[B, T, K, d]`; keys are those in front of the rotation and behind the norm.
-
-    A query and a key of one position that were rotated alike have the product that they had before, but for the length that scaled
-    rotary embeddings, and rounding, give to both.
-    """
+    """The slots of a pass, `[B, T, K, d]`; keys are normalised and not rotated, as a common rotation leaves products."""
 
     def __init__(self, entry, owned, config):
         self.options, self.layers, self.name, self.owned = entry.options, entry.layers, entry.name, owned
@@ -105,8 +97,7 @@ def _attend(attention, query, key, value, mask, *, scaling, sliding_window=None,
         keys, values = (torch.stack(part, dim=2)[:, :, :, of_head] for part in zip(*depth.slots, strict=True))
         mass = masses("bhtd,btnhd->bhtn", attention.turned_twice, keys)
         gate, alone = depth.gate(attention.place), read / total.unsqueeze(-1)
-        of_depth = torch.einsum("bhtn,btnhd->bhtd", mass, values)
-        divisor = (total + mass.sum(-1)).unsqueeze(-1)
+        of_depth, divisor = torch.einsum("bhtn,btnhd->bhtd", mass, values), (total + mass.sum(-1)).unsqueeze(-1)
         both, start, closed = (read + of_depth) / divisor, alone, 0.0
         if depth.options.joining == "added":
             start, closed = alone + of_depth / mass.sum(-1, keepdim=True), mass / mass.sum(-1, keepdim=True)

@@ -16,7 +16,6 @@ class _Absent:
 
 sys.meta_path.insert(0, _Absent())
 """
-
 # Where remote code goes: transformers has read its variable already.
 _SETTINGS = """
 import os
@@ -31,13 +30,7 @@ transformers.dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_MODULES_CACH
 
 
 def run_python(code: str, folder: Path, *, package_present: bool) -> str:
-    """Run `code` with `folder` as working directory and as transformers' cache of remote code.
-
-    It computes on as many threads as the test, since on others sums round differently.
-
-    Returns:
-        What it printed.
-    """
+    """Return what code prints in a folder, transformers' cache of remote code too, on the test's number of threads."""
     threads = f"torch.set_num_threads({torch.get_num_threads()})\n"
     program = ("" if package_present else BLOCK_IMPORTS) + _SETTINGS + threads + code
     result = run_warm(program, folder=folder, HF_MODULES_CACHE=str(folder / "modules"))

@@ -8,7 +8,6 @@ from tiny import prompt
 
 
 def enable_checkpointing(model: Any, use_reentrant: bool) -> None:
-    """Let layers be computed twice."""
     # transformers 5.23 renamed the method; 5.17 has the old name alone.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": use_reentrant})
@@ -40,9 +39,8 @@ def gradients_of(model: Any) -> dict[Any, torch.Tensor]:
 def loss_and_gradients(model: Any, tokens: torch.Tensor, forward: Any = None, **arguments: Any) -> tuple[Any, dict]:
     """Return the loss of one pass and its gradients alone; `forward` computes what the model does, and labels are the tokens."""
     model.zero_grad()
-    loss = (model if forward is None else forward)(
-        input_ids=tokens, use_cache=False, **{"labels": tokens, **arguments}
-    ).loss
+    arguments = {"input_ids": tokens, "use_cache": False, "labels": tokens, **arguments}
+    loss = (model if forward is None else forward)(**arguments).loss
     loss.backward()
     return loss.detach(), gradients_of(model)
 
@@ -50,20 +48,14 @@ def loss_and_gradients(model: Any, tokens: torch.Tensor, forward: Any = None, **
 def check_close(results: dict, expected: dict, relative: float) -> None:
     """Compare gradients by their norms; of weights of norms, which have theirs in float32, to a millionth at best."""
     assert results.keys() == expected.keys()
-    far = {
-        name: ((results[name] - value).norm() / value.norm().clamp(min=1e-12)).item()
-        for name, value in expected.items()
-    }
+    norms = {name: value.norm().clamp(min=1e-12) for name, value in expected.items()}
+    far = {name: ((results[name] - expected[name]).norm() / norm).item() for name, norm in norms.items()}
     allowed = {name: max(relative, 1e-6) if "norm" in name else relative for name in far}
     assert not [(name, distance) for name, distance in far.items() if not distance <= allowed[name]]
 
 
 def train_steps(model: Any, steps: int, groups: Sequence[dict[str, Any]] | None = None) -> None:
-    """Train on one prompt with AdamW, what requires a gradient or the parameters of `groups`, and return to eval mode.
-
-    Two steps at least where B matrices of LoRA start at zero and hold back the A matrices for one; more where keys wait
-    for values to leave zero as well.
-    """
+    """Train on one prompt what requires a gradient, or `groups`: matrices A of LoRA wait a step, keys for their values."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(groups or trained, lr=1e-2)
     model.train()

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from models.hosting import host_of
 from tiny import NUM_LAYERS, tiny_model
-from transformers import PreTrainedModel
 
 from midus_hf.config.declared_tensors import ZEROS
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
@@ -22,18 +21,12 @@ _SPREAD = {"router_weight": 8.0, "router_bias": 0.5, "norm_weight": 1.0}
 
 
 def chapter_entry(name: str = "chapters", layers: tuple[int, ...] = (1, 3), **options: Any) -> dict[str, Any]:
-    """An entry of `memory` in a config."""
     small = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
     return {"type": "moc", "name": name, "site": "behind-attention", "layers": list(layers), **small, **options}
 
 
-def chapter_model(
-    family="llama", *, acting=True, dtype=torch.float64, memory=None, config=None, **options
-) -> PreTrainedModel:
-    """A tiny model with one memory or these entries, in eval mode; `config` are changes of the base's.
-
-    By default in float64, in which passes that compute in another order still choose the same chapters.
-    """
+def chapter_model(family="llama", *, acting=True, dtype=torch.float64, memory=None, config=None, **options) -> Any:
+    """A tiny model with one memory or these entries, in eval mode; `config` are changes of the base's."""
     model = host_of(tiny_model(family, dtype, **(config or {})), *(memory or [chapter_entry(**options)]), seed=7)
     if acting:
         act_by_chapters(model)
@@ -42,7 +35,6 @@ def chapter_model(
 
 @torch.no_grad()
 def act_by_chapters(model: torch.nn.Module) -> None:
-    """Fill every tensor of the memories."""
     generator = torch.Generator().manual_seed(3)
     for module in model.modules():
         if isinstance(module, MocMemory | MemoryTables):
@@ -51,21 +43,17 @@ def act_by_chapters(model: torch.nn.Module) -> None:
 
 
 def chapters_of(model: torch.nn.Module) -> list[MocMemory]:
-    """The layers of Mixture of Chapters of a model."""
     return [module for module in model.modules() if isinstance(module, MocMemory)]
 
 
 # Models whose heads read the depth.
 DEPTHS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "reused": {"joining": "interpolated", "attention_slots": "reused"},
+    "default": {}, "reused": {"joining": "interpolated", "attention_slots": "reused"},
     "joint": {"joining": "joint", "attention_slots": "reused"},
-    "attention": {"joining": "interpolated", "attention_slots": "reused", "ffn_slots": False},
-    "bias": {"bias": True},
-    "projected": {"attention_slots": "projected", "bias": True},
-    "added to reused": {"attention_slots": "reused"},
+    "attention": {"joining": "interpolated", "attention_slots": "reused", "ffn_slots": False}, "bias": {"bias": True},
+    "projected": {"attention_slots": "projected", "bias": True}, "added to reused": {"attention_slots": "reused"},
     "some": {"layers": [0, 2, 3]},
-}
+}  # fmt: skip
 
 
 def depth_model(
@@ -94,16 +82,12 @@ def depth_model(
 
 
 ULTRAMEMS = {
-    "own": {},
-    "heads": {"heads": 2},
-    "ring": {"share": "ring:2"},
-    "skip": {"site": "skip", "layers": [1, 2], "into": [2, 3]},
+    "own": {}, "heads": {"heads": 2}, "ring": {"share": "ring:2"}, "skip": {"site": "skip", "layers": [1, 2], "into": [2, 3]},
     "shared skip": {"site": "skip", "layers": [1, 2], "into": [1, 2], "share": "ring:2"},
-}
+}  # fmt: skip
 
 
 def ultramem_model(family="llama", kind="own", dtype=torch.float64, num_hidden_layers=NUM_LAYERS, **options):
-    """A tiny model with UltraMemV2 that acts, in eval mode."""
     entry = {"type": "ultramem-v2", "layers": [1, 3], "n": 8, "k": 3, "zero": "none", **ULTRAMEMS[kind], **options}
     model = host_of(tiny_model(family, dtype, num_hidden_layers=num_hidden_layers), entry)
     with torch.no_grad():

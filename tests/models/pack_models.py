@@ -33,10 +33,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def chat_tokenizer():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n{% endfor %}(A)"
-    )
+    tokenizer, turn = tiny_tokenizer(), "{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n"
+    tokenizer.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}(A)"
     return tokenizer
 
 

@@ -61,9 +61,7 @@ def test_pair_masks_show_padding_and_documents(routing):
     blocks = torch.block_diag(torch.ones(3, 3), torch.ones(5, 5)).tril().bool()[None, None]
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     torch.testing.assert_close(logits(model, tokens, attention_mask=blocks, position_ids=positions), apart)
-
-    padded = torch.cat([torch.zeros_like(tokens[:, :2]), tokens], dim=1)
-    seen = torch.ones(10, 10).tril().bool()
+    padded, seen = torch.cat([torch.zeros_like(tokens[:, :2]), tokens], dim=1), torch.ones(10, 10).tril().bool()
     seen[:, :2] = False
     of_padding = torch.zeros(1, 1, 10, 10, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
     positions = (torch.arange(10)[None] - 2).clamp(min=0)
@@ -80,9 +78,8 @@ def test_whole_sequence_routing_generates_by_full_passes(cache):
     model, rows = chapter_model(routing="sequence"), [prompt(length, 1, length) for length in (PROMPT, 1)]
     padded = torch.cat([torch.nn.functional.pad(row, (PROMPT - row.shape[1], 0)) for row in rows])
     with pytest.warns(UserWarning, match="chooses by the whole sequence, later tokens included"):
-        generated = model.generate(
-            padded, attention_mask=(padded != 0).long(), **GREEDY, **cache, return_dict_in_generate=True
-        )
+        settings = {"attention_mask": (padded != 0).long(), "return_dict_in_generate": True, **GREEDY, **cache}
+        generated = model.generate(padded, **settings)
     assert generated.get(CACHE) is None
     for row, tokens in zip(rows, generated.sequences, strict=True):
         assert torch.equal(tokens[PROMPT - row.shape[1] :], by_full_passes(model, row, NEW)[0])

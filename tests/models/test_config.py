@@ -60,7 +60,7 @@ def test_config_copies_the_entries_it_is_given():
 
 
 def test_wrong_memory_is_refused_when_made_and_when_read(tmp_path):
-    """tests/config/test_memory_entries.py has every message."""
+    """tests/config/test_memory_types.py has every message."""
     memory, message, path = [{**ENTRY, "k": 9}], r"k is 9; expected 1 <= k <= n = 8", tmp_path / "config.json"
     with pytest.raises(ValueError, match=message):
         config_of("llama", memory=memory)
@@ -72,8 +72,7 @@ def test_wrong_memory_is_refused_when_made_and_when_read(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_layer_types_count_the_blocks(family):
-    config = config_of(family)
-    base_types = tiny_model(family).config.layer_types
+    config, base_types = config_of(family), tiny_model(family).config.layer_types
     assert len(config.layer_types) == config.num_hidden_layers == 6
     assert config.layer_types == [base_types[i] for i in (0, 1, 1, 2, 3, 3)]
     with pytest.raises(ValueError, match="layer_types has 4 entries; expected one for each of the 6 layers, memory"):

@@ -33,9 +33,7 @@ COMPARED = [
 def test_logits_and_gradients_match_hooks_on_the_base(family, kind, options):
     model, tokens = depth_model(family, kind, **options), prompt()
     native = tiny_model(family, torch.float64, **(options.get("base") or {}))
-    plain = logits(native)
-    owned = add_depth(native, model)
-    found = {}
+    plain, owned, found = logits(native), add_depth(native, model), {}
     for name, each in (("expected", native), ("actual", model)):
         found[name] = each(tokens, labels=tokens, use_cache=False)
         found[name].loss.backward()
@@ -155,8 +153,7 @@ def test_depth_learns_through_values_and_gates_first(native_family, kind):
     is_added = not any(word in kind for word in ("reused", "attention"))
     values = {name for name in new if "_value" in name} if is_added else set()
     started = {name: value.detach().clone() for name, value in new.items()}
-    optimizer = torch.optim.SGD(new.values(), lr=1.0)
-    first = loss_and_gradients(model, prompt())[1]
+    optimizer, first = torch.optim.SGD(new.values(), lr=1.0), loss_and_gradients(model, prompt())[1]
     learn = {name for name in new if first[name].any()}
     assert values <= learn <= values | gates and learn
     optimizer.step()

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import re
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,9 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from midus_hf.anatomy import types
 from midus_hf.anatomy.types import FILE, MAIN_TYPES, WIRINGS, UnknownType, listed_types, model_type_of
-from midus_hf.memories.hierarchical import layer as hierarchical
 from midus_hf.memories.hierarchical.layer import HierKV
-from midus_hf.memories.hosting import heads, layer, sites
+from midus_hf.memories.hosting import layer, sites
 from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.memories.hosting.parts import PROJECTIONS, MemoryInputs, MissingPartError
 from midus_hf.memories.hosting.sites import ChangesProjections
@@ -36,10 +34,8 @@ from scripts.anatomy.proof import UnprovenArchitecture, prove
 from scripts.anatomy.tiny import tiny_config, tiny_model
 
 TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
-
 # What `python -m scripts.anatomy` has written of each type.
 ROWS = json.loads(FILE.read_text(encoding="utf-8"))
-
 # Why types are refused, each with a type that is. A failure to build or to run a tiny model is none of the reasons: the type needs
 # sizes of its own.
 REASONS = {
@@ -61,8 +57,7 @@ EXCEPTIONS = [
     (
         ("recurrent_gemma",),
         [wiring for wiring in WIRINGS if wiring not in ("hier-lora-ffn", "moda")],
-        "the model returns no cache",
-    ),
+        "the model returns no cache"),
     # The residual stream is in float32, and memories in bfloat16.
     (("zaya",), ["behind-layer"], "the proof ended with RuntimeError"),
     # Norms stand behind the rotation, or attention has another output per head, or another function rotates.
@@ -91,7 +86,6 @@ TOLD = {"gpt2": "at transformer.h;", "longcat_flash": "2 layers at model.layers 
 
 
 def refusal_of(model_type: str) -> str | None:
-    """Return why a type is refused; None if the type hosts memory."""
     try:
         architecture_of(model_type)
     except UnknownType as error:
@@ -212,52 +206,18 @@ def left_as_they_are(function):
     return lambda attention, heads, *others: heads
 
 
-def without_the_oldest_slot(begin):
-    def shorter(self, *inputs):
-        begin(self, *inputs)
-        self.slots = self.slots[-1:]
-
-    return shorter
-
-
 def with_the_last_rows_first(stacked_rows):
     return lambda *inputs: stacked_rows(*inputs)[::-1]
-
-
-def without_the_norm_of_values(pair):
-    def projected(self, source, read):
-        with patch.object(self.layer.mixer_part, "v_norm", None):
-            return pair(self, source, read)
-
-    return projected
 
 
 # Of memories inside attention or feed-forward networks: a type, a wiring, and what is changed of what.
 WRONG_INSIDE = [
     ("qwen3", "hier-lora-qk", ChangesProjections, "hook_projections", without_the_last_projection),
-    ("qwen3", "hier-lora-vo", ChangesProjections, "hook_projections", without_the_last_projection),
-    ("qwen3", "hier-lora-ffn", ChangesProjections, "hook_projections", without_the_last_projection),
-    ("qwen3", "hier-lora-qk", PROJECTIONS, "key", lambda _: ("v_proj",)),
     ("qwen3", "hier-lora-vo", PROJECTIONS, "value", lambda _: ("k_proj",)),
-    ("qwen3", "hier-lora-ffn", PROJECTIONS, "up", lambda _: ("gate_proj",)),
-    ("phi3", "hier-lora-qk", layer, "stacked_rows", with_the_last_rows_first),
     ("phi3", "hier-lora-ffn", layer, "stacked_rows", with_the_last_rows_first),
-    ("gemma4_text", "moda", depth_layer.ModaSite, "_projected", without_the_norm_of_values),
-    ("qwen3", "hier-lora-qk", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
-    ("qwen3", "hier-lora-ffn", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-kv", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
-    (
-        "qwen3",
-        "hier-kv",
-        hierarchical,
-        "_rows_of",
-        lambda of: lambda fetched, _, dtype: of(fetched, "memory_values", dtype),
-    ),
     ("qwen3", "hier-kv", sites, "unrotated", left_as_they_are),
-    ("smollm3", "hier-kv", heads, "rotates", lambda _: lambda *_: True),  # some of whose layers do not rotate
     ("qwen3", "moda", ModaSite, "_projected", lambda pair: lambda *inputs: pair(*inputs)[::-1]),
-    ("qwen3", "moda", ModaSite, "__init__", without_the_oldest_slot),
-    ("qwen3", "moda", depth_layer, "rotated", left_as_they_are),
     ("qwen3", "moda", depth_layer, "normalised_keys", left_as_they_are),
 ]
 
@@ -325,8 +285,6 @@ def test_every_type_has_a_row():
 
 @pytest.fixture
 def fresh():
-    """A function that forgets rows that were read, as the end of the test does."""
-
     def forget():
         types._rows.cache_clear()
         types.type_of.cache_clear()

@@ -16,7 +16,6 @@ from torch import nn
 # Memories that change projections, heads, and what parts return; the last reads the depth through a cache that notes what it gets.
 ROWS = ("hier-lora-qk", "hier-lora-ffn", "hier-kv", "hier-ffn", "token behind layers", "ultramem skip", "depth reused")
 FAMILY = "gemma2"  # whose parts have norms behind them
-
 on_rows = pytest.mark.parametrize("row", ROWS)
 
 
@@ -75,8 +74,7 @@ def test_replaced_modules_run_hooks_once(row, change, tmp_path):
 @on_rows
 def test_failed_pass_leaves_nothing(row, tmp_path, monkeypatch):
     model = CASES[row].model(FAMILY, tmp_path)
-    before = logits_of(model, row)
-    layer = layers_with_sites(model)[-1]
+    before, layer = logits_of(model, row), layers_with_sites(model)[-1]
     with monkeypatch.context() as patched:
         patched.setattr(type(layer.mlp), "forward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -99,7 +97,6 @@ def test_part_is_not_called_without_its_layer(row, part, shared_model):
 
 @pytest.fixture
 def switching_often():
-    """Threads take turns a thousand times as often as they do by default."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
     yield
@@ -107,7 +104,6 @@ def switching_often():
 
 
 def in_threads(works):
-    """The results of functions, each called four times in a thread of its own, all threads at once."""
     with ThreadPoolExecutor(len(works)) as pool:
         made = [pool.submit(lambda work=work: [work() for _ in range(4)]) for work in works]
         return [each.result() for each in made]
@@ -147,7 +143,6 @@ def test_threads_that_find_a_part_replaced_give_it_one_hook(tmp_path):
 
 
 def attributes(model):
-    """Every attribute of every module, and what containers among them hold."""
     held = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():

@@ -34,7 +34,6 @@ def rows_of(given, rows):
 
 
 def padded_on_the_left(rows):
-    """Return rows in one batch, and their mask."""
     longest = max(row.shape[1] for row in rows)
     padded = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
     return padded, (padded != 0).long()
@@ -48,8 +47,7 @@ def test_new_model_has_the_logits_of_its_base(shared_model, native_family, case,
     model = shared_model(case, native_family, dtype, acting=False, attention=attention)
     base.set_attn_implementation(attention)
     tokens, given = prompt(), CASES[case].given()
-    mask = (torch.arange(tokens.shape[1]) >= torch.tensor([[5], [0]])).long()
-    expected = logits(base, tokens)
+    mask, expected = (torch.arange(tokens.shape[1]) >= torch.tensor([[5], [0]])).long(), logits(base, tokens)
     assert torch.equal(logits(model, tokens), expected) and torch.equal(logits(model, tokens, **given), expected)
     padded = logits(base, tokens, attention_mask=mask)
     assert torch.equal(logits(model, tokens, attention_mask=mask, **given)[mask == 1], padded[mask == 1])
@@ -231,7 +229,6 @@ def test_attentions_are_those_of_the_sequence_in_every_layer(shared_model, nativ
 
 @each_case
 def test_saved_model_is_loaded_bit_for_bit(native_family, case, tmp_path):
-    """Also from where it was loaded from."""
     model, given = CASES[case].model(native_family, tmp_path / "first", torch.float32), CASES[case].given()
     with torch.no_grad():
         model.train()(prompt(6), **given)  # some memories keep statistics of training

@@ -62,15 +62,9 @@ def run_pass(engine, stack, tokens, parts):
 
 FIRST, SECOND = [3, 9, 1, 16, 7, 4], [5, 2, 11, 8, 17, 13]
 PASSES = [
-    [(0, FIRST, 0, 7)],
-    [(0, FIRST, 7, 8), (1, SECOND, 0, 11)],
-    [(0, FIRST, 8, 22), (1, SECOND, 11, 12)],
-    [(1, SECOND, 12, 13), (0, FIRST, 22, 23)],
-    [(0, FIRST, 23, 24), (1, SECOND, 13, 14)],
-    [(1, SECOND, 14, 24)],
-]
-
-
+    [(0, FIRST, 0, 7)], [(0, FIRST, 7, 8), (1, SECOND, 0, 11)], [(0, FIRST, 8, 22), (1, SECOND, 11, 12)],
+    [(1, SECOND, 12, 13), (0, FIRST, 22, 23)], [(0, FIRST, 23, 24), (1, SECOND, 13, 14)], [(1, SECOND, 14, 24)],
+]  # fmt: skip
 each_memory = pytest.mark.parametrize("make", [with_engram, with_packs], ids=["engram", "packs"])
 
 
@@ -79,7 +73,6 @@ def whole_passes(model, tokens):
 
 
 def in_parts(engine, stack, tokens, passes):
-    """The hidden states of two requests, whose parts are computed in these passes."""
     outputs = [[], []]
     for parts in passes:
         output = run_pass(engine, stack, tokens, parts)
@@ -138,7 +131,6 @@ def test_tokens_without_an_open_pack_keep_the_bits_of_the_engine(engine):
 
 
 def refuse(engine, model, message):
-    """Check what the stack of a model says that vLLM makes of its config."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "vllm"
     with pytest.raises(ValueError, match=message):
@@ -152,9 +144,7 @@ def test_packs_refuse_what_they_do_not_read(engine):
     engine.config.lora_config = object()
     refuse(engine, with_packs("llama"), "--enable-lora changes keys and values by request")
     entries = {"site": "beside-ffn", **ENGRAM}, {"type": "packs", "layers": [0, 1, 2, 3]}
-    refuse(
-        engine, host_of(tiny_model("llama"), *entries), "'ngram', which would take texts of .*expected one of the two"
-    )
+    refuse(engine, host_of(tiny_model("llama"), *entries), "'ngram', which would take texts of .*expected one of")
 
 
 def test_attention_sinks_are_refused_when_the_glossary_is_opened(engine, tmp_path):

@@ -31,7 +31,6 @@ def serve() -> Iterator[Callable[[Path], Any]]:
 
 
 def saved(family: str, folder: Path) -> Any:
-    """Save a tiny model with memory that acts, and a tokenizer."""
     model = upscaled_model(family)
     model.save_pretrained(folder)
     save_tiny_tokenizer(folder)
@@ -39,17 +38,14 @@ def saved(family: str, folder: Path) -> Any:
 
 
 def test_server_finds_the_classes_of_every_family(native_family, serve, tmp_path):
-    model = saved(native_family, tmp_path)
-    result = serve(tmp_path)
+    model, result = saved(native_family, tmp_path), serve(tmp_path)
     assert type(result) is type(model) and type(result) in FAMILIES.values()
     assert torch.equal(logits(result), logits(model))
-
-
-def test_server_finds_a_composite_model(serve, tmp_path):
-    composite_model("llava").save_pretrained(tmp_path / "base")
-    upscale(base=tmp_path / "base", method="midus-hml", output=tmp_path / "upscaled", options={"n": 8, "k": 3})
-    save_tiny_tokenizer(tmp_path / "upscaled")
-    assert type(serve(tmp_path / "upscaled")) is COMPOSITE_FAMILIES["llava"]
+    if native_family == "llama":  # a composite model too
+        composite_model("llava").save_pretrained(tmp_path / "base")
+        upscale(base=tmp_path / "base", method="midus-hml", output=tmp_path / "upscaled", options={"n": 8, "k": 3})
+        save_tiny_tokenizer(tmp_path / "upscaled")
+        assert type(serve(tmp_path / "upscaled")) is COMPOSITE_FAMILIES["llava"]
 
 
 def test_pipeline_continues_a_text_as_generate_does(family, tmp_path, monkeypatch):
@@ -84,13 +80,11 @@ def requests() -> list[list[int]]:
 
 
 def one_by_one(model: Any) -> list[list[int]]:
-    """Greedy tokens of each request."""
     tokens = (torch.tensor([request]) for request in requests())
     return [model.generate(row, max_new_tokens=NEW, do_sample=False)[0, row.shape[1] :].tolist() for row in tokens]
 
 
 def in_one_row(model: Any, **arguments: Any) -> list[list[int]]:
-    """Greedy tokens of each request, by continuous batching."""
     results = model.generate_batch(
         requests(),
         generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),

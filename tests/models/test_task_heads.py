@@ -38,13 +38,11 @@ loaded, logits_of = here["loaded"], here["logits_of"]
 
 
 def kinds_of(family):
-    """Return the kinds of heads that Transformers has of a family."""
     config = NATIVE_FAMILIES[family].config_class
     return [kind for kind in KINDS if config in getattr(transformers, f"AutoModel{kind}")._model_mapping]
 
 
 def head_of(kind, model, **settings):
-    """Return a random head with the stack of a language model."""
     set_seed(5)
     config = type(model.config).from_dict({**model.config.to_dict(), "num_labels": 3, "pad_token_id": 0, **settings})
     head = getattr(transformers, f"AutoModel{kind}").from_config(config).to(model.dtype).eval()

@@ -1,22 +1,30 @@
-"""Laws of gradients: checkpointing, frozen bases, several passes, padding and autocast, over one table (cases.py)."""
+"""Laws of gradients over one table (cases.py), losses of routers in the loss of a model, and memories that draw what they read."""
+
+import inspect
+import itertools
+from functools import partial
 
 import pytest
 import torch
 from models.cases import CASES, CHAPTERS, INSERTED, chosen, chosen_in_turn
 from models.gradients import check_close, enable_checkpointing, gradients_of, loss_and_gradients
+from models.memory_models import chapter_entry, chapter_model, ultramem_model
 from models.upscaled import upscaled_model
 from pairs import by_default
 from tiny import logits, prompt, tiny_model
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.hierarchical.training import train_blocks
+from midus_hf.memories.hosting.parts import CACHE
+from midus_hf.memories.hosting.service import RouterReports
+from midus_hf.memories.module import MemoryModule
 
 # How far sums in another order may be apart, by norms.
 RELATIVE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
 def trained(case, family, folder, dtype=None):
-    """Return a model in training mode, whose blocks train too."""
     model = CASES[case].model(family, folder, dtype).train()
     if model.banks is not None:
         train_blocks(model.banks)
@@ -24,7 +32,6 @@ def trained(case, family, folder, dtype=None):
 
 
 def new_parameters(model):
-    """Return the names of the parameters of memories, and of layers that were inserted for one."""
     entries = [entry for entry in model.config.memories().entries if entry.site == "inserted"]
     inserted = tuple(f"model.layers.{layer}." for entry in entries for layer in entry.layers)
     return {name for name, _ in model.named_parameters() if ".memor" in name or name.startswith(inserted)}
@@ -113,12 +120,8 @@ def test_padding_changes_no_gradient(native_family, case, attention, tmp_path):
         mask = (torch.cat(rows) != 0).long()
         labels = torch.cat(rows).masked_fill(mask == 0, -100)
         labels[1, pads[1][0]] = -100  # alone, the first token of a text is predicted from nothing
-        arguments = {
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-            "labels": labels,
-            **given,
-        }
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        arguments = {"attention_mask": mask, "position_ids": positions, "labels": labels, **given}
         model.zero_grad()
         model(torch.cat(rows), num_items_in_batch=15, use_cache=False, **arguments).loss.backward()
         check_close(gradients_of(model), expected, 1e-4)
@@ -154,3 +157,191 @@ def test_inserted_memory_learns_first_by_its_values(native_family, case):
     assert {name for name in learn if name.startswith(tuple(f"model.layers.{at}." for at in entry.layers))} == values
     torch.optim.SGD([model.get_parameter(name) for name in values], lr=1.0).step()
     assert not torch.equal(logits(model.eval(), prompt()), logits(base, prompt()))
+
+
+COEFFICIENTS = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.01}
+TOKENS = 8
+
+
+def labels_of(tokens: torch.Tensor, prompt_length: int = 2) -> torch.Tensor:
+    labels = tokens.clone()
+    labels[:, :prompt_length] = -100
+    return labels
+
+
+def model_with(**options) -> PreTrainedModel:
+    return chapter_model(**{**COEFFICIENTS, **options})
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, **how) -> float:
+    rows, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(rows, targets, **how).item()
+
+
+def test_loss_adds_the_mean_of_each_memory_s_routers(native_family):
+    """tests/memory/test_router_losses.py has what a router tells; here each is asked again for what it read."""
+    behind_layers = {"routing": "token", "site": "behind-layer"}
+    memory = [chapter_entry(**COEFFICIENTS), chapter_entry("chapters-2", (0, 1, 2), **behind_layers, **COEFFICIENTS)]
+    model = chapter_model(native_family, memory=memory).train()
+    told: dict[str, list[float]] = {"chapters": [], "chapters-2": []}
+
+    def ask_again(name, memory, arguments, inputs):
+        reports = RouterReports()
+        type(memory).forward(memory, *arguments, **{**inputs, "report": partial(reports.store, name, 0)})
+        told[name].append(reports.loss().item())
+
+    for layer in model.model.layers:
+        for name, module in getattr(layer, "memories", {}).items():
+            module.register_forward_pre_hook(lambda *read, name=name: ask_again(name, *read), with_kwargs=True)
+    labels = labels_of(prompt(TOKENS))
+    output = model(prompt(TOKENS), labels=labels, use_cache=False, output_router_logits=True)
+    assert [len(logits) for logits in output.router_logits] == [16, 5, 16, 16, 5], "by layer, and then by name"
+    added = sum(sum(losses) / len(losses) for losses in told.values())
+    assert added > 0.1 and output.aux_loss.item() == pytest.approx(added, rel=1e-6)
+    assert output.loss.item() == pytest.approx(cross_entropy(output.logits, labels) + added, rel=1e-6)
+
+
+# Whether the model trains, what a pass asks for and what the config says, and whether losses are added and given.
+WHEN = [
+    (True, None, None, True, False), (True, True, None, True, True), (True, False, None, False, False),
+    (True, None, True, True, True), (True, None, False, False, False), (True, True, False, True, True),
+    (True, False, True, False, False), (False, None, None, False, False), (False, True, None, True, True),
+    (False, None, True, True, True), (False, False, True, False, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("training", "summary", "in_config", "adds", "gives"), WHEN)
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+def test_router_losses_are_added_and_given_when_asked(training, summary, in_config, adds, gives, grad):
+    model, labels = model_with().train(training), labels_of(prompt(TOKENS))
+    if in_config is not None:
+        model.config.output_router_logits = in_config
+    with torch.set_grad_enabled(grad):
+        output = model(prompt(TOKENS), labels=labels, output_router_logits=summary)
+    adds = adds and (grad or gives)  # a pass without gradients trains nothing
+    plain = cross_entropy(output.logits, labels)
+    assert (output.loss.item() > plain + 0.1) == adds
+    if not adds:
+        assert output.loss.item() == pytest.approx(plain, rel=1e-6)
+    assert (getattr(output, "router_logits", None) is not None) == gives
+    assert (getattr(output, "aux_loss", None) is not None) == adds
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_tuple_has_the_loss_first_and_logits_after_it(training):
+    model, given = model_with().train(training), {"labels": labels_of(prompt(TOKENS)), "use_cache": False}
+    named, in_order = model(prompt(TOKENS), **given), model(prompt(TOKENS), **given, return_dict=False)
+    assert isinstance(in_order, tuple) and torch.equal(in_order[0], named.loss)
+    assert any(torch.equal(value, named.logits) for value in in_order[1:] if isinstance(value, torch.Tensor))
+
+
+def test_reentrant_activation_checkpointing_is_refused():
+    model = model_with().train()
+    enable_checkpointing(model, use_reentrant=True)
+    with pytest.raises(ValueError, match=r"expected gradient_checkpointing_kwargs=\{'use_reentrant': False\}\."):
+        model(prompt(TOKENS), labels=prompt(TOKENS), use_cache=False)
+    model(prompt(TOKENS), labels=prompt(TOKENS), use_cache=False, output_router_logits=False).loss.backward()
+
+
+def test_router_losses_are_shared_by_tokens_of_a_step():
+    """With `num_items_in_batch`, cross entropy is divided by the tokens of the step; a router's loss is its mean over tokens."""
+    model, labels = model_with().train(), labels_of(prompt(TOKENS))
+    labels[1, :6] = -100
+    for row, tokens in enumerate((6, 2)):
+        of_row = labels[row : row + 1]
+        output = model(prompt(TOKENS)[row : row + 1], labels=of_row, num_items_in_batch=torch.tensor(6 + 2))
+        expected = cross_entropy(output.logits, of_row, reduction="sum") / 8 + tokens / 8 * output.aux_loss.item()
+        assert output.loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_model_without_routers_takes_no_such_option_further():
+    model = upscaled_model("llama")
+    output = model(prompt(TOKENS), labels=prompt(TOKENS), output_router_logits=True)
+    assert output.loss.item() == pytest.approx(cross_entropy(output.logits, prompt(TOKENS)), rel=1e-5)
+    assert "router_logits" not in output
+
+
+def test_trainer_keeps_router_columns_and_no_router_outputs():
+    model = model_with()
+    names = set(inspect.signature(model.forward).parameters)
+    assert {"input_ids", "labels", "token_mask", "output_router_logits"} <= names
+    assert {*model.config.keys_to_ignore_at_inference} == {CACHE, "router_logits", "aux_loss"}
+
+
+def test_training_without_labels_warns_of_router_losses():
+    model = model_with().train()
+    with pytest.warns(UserWarning, match="has no labels, so the losses of its routers are not added"):
+        plain = model(prompt(TOKENS))
+    assert plain.loss is None and "router_logits" not in plain
+    for training in (True, False):
+        output = model.train(training)(prompt(TOKENS), output_router_logits=True)
+        assert output.loss is None and output.aux_loss.requires_grad and len(output.router_logits) == 2
+
+
+KINDS = ("midus-hml", "midus-pkm", "midus-linear", "ultramem", "chapters")
+
+
+def model_of(kind, family="llama", **options):
+    attached = {"ultramem": ultramem_model, "chapters": chapter_model}
+    if kind in attached:
+        return attached[kind](family, dtype=torch.float32, addressing="random", **options)
+    return upscaled_model(family, memory_type=kind, memory_options={"addressing": "random", **options})
+
+
+def seeded(call, *arguments, seed=0):
+    torch.manual_seed(seed)
+    return call(*arguments)
+
+
+# Routers with losses refuse reentrant checkpointing, random or not.
+RANDOM_CHECKPOINTED = [*itertools.product(KINDS, (False, True))][:-1]
+
+
+@pytest.mark.parametrize(("kind", "use_reentrant"), RANDOM_CHECKPOINTED)
+def test_checkpointed_layer_reads_the_same_slots_again(kind, family, use_reentrant):
+    model = model_of(kind, family).train()
+    loss, gradients = seeded(loss_and_gradients, model, prompt())
+    enable_checkpointing(model, use_reentrant)
+    checkpointed_loss, checkpointed = seeded(loss_and_gradients, model, prompt())
+    assert torch.equal(checkpointed_loss, loss) and checkpointed.keys() == gradients.keys()
+    assert all(torch.equal(checkpointed[name], gradient) for name, gradient in gradients.items())
+    assert not torch.equal(seeded(loss_and_gradients, model, prompt(), seed=1)[0], loss)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_depends_on_the_seed_alone(kind, family):
+    model = model_of(kind, family)
+    written = [seeded(lambda: model.generate(prompt(8), max_new_tokens=6, do_sample=False)) for _ in range(2)]
+    assert written[0].shape == (2, 14) and torch.equal(*written)
+    plain = seeded(logits, model)
+    with decode_cache(model):
+        torch.testing.assert_close(seeded(logits, model), plain, rtol=1e-3, atol=1e-3)
+    assert torch.equal(seeded(logits, model), plain) and not torch.equal(seeded(logits, model, seed=1), plain)
+
+
+def test_batch_norm_learns_statistics_of_content_queries():
+    statistics = []
+    for addressing in ("content", "random"):
+        model = model_of("midus-pkm", addressing=addressing).train()
+        model(prompt(), use_cache=False)
+        statistics.append(model.model.layers[1].memory.query_mean.clone())
+    assert torch.equal(*statistics) and statistics[0].any()
+
+
+@pytest.mark.parametrize("kind", by_default(["midus-hml", "ultramem", "chapters"], KINDS, fewest=["midus-hml"]))
+def test_memory_is_one_graph(kind):
+    torch._dynamo.reset()
+    own_tables = {"share": "none"} if kind == "chapters" else {}
+    model, results = model_of(kind, **own_tables).train(), []
+    memory = next(module for module in model.modules() if isinstance(module, MemoryModule))
+    states = torch.randn(2, 9, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    for forward in (memory, torch.compile(memory, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(0)
+        memory.zero_grad()
+        output = forward(states)
+        output.square().sum().backward()
+        learnt = {name: parameter for name, parameter in memory.named_parameters() if parameter.grad is not None}
+        assert learnt
+        results.append({"output": output, **{name: parameter.grad.clone() for name, parameter in learnt.items()}})
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()

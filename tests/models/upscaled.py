@@ -12,7 +12,6 @@ from midus_hf.models import FAMILIES
 
 # Where the blocks stand by default: one between base layers 0 and 1, one between 2 and 3.
 NEW_LAYERS = (1, 4)
-
 # Small sizes of each type of memory.
 SIZES: dict[str, dict[str, int]] = {
     "midus-hml": {"n": 8, "k": 3},

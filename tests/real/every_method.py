@@ -19,7 +19,7 @@ from material.fetch import FETCH
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.options import block_layouts
-from tests.upscalers.checkpoints import file_digests
+from tests.upscalers.contents import file_digests
 from upscalers.methods.contract import METHODS
 
 ROOT = Path(__file__).parents[2]

@@ -25,27 +25,20 @@ from upscalers.runs.upscale import upscale
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="vLLM has an environment apart: make test-vllm")
-
 # Few sequences at once and few tokens per step, so that prompts wait and are computed in parts.
 IN_PARTS = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 6}
 ALL_AT_ONCE = {**IN_PARTS, "max_num_seqs": 16}
 CASES = [
-    *(("qwen3", method, IN_PARTS) for method in MEMORY_METHODS),
-    ("qwen3", "engram", ALL_AT_ONCE),
-    ("qwen3", "engram", {"enforce_eager": False}),
-    ("gemma3_text", "midus-hml", IN_PARTS),
-    ("gemma3_text", "ultramem-v2", {"async_scheduling": False}),
-    ("gemma3_text", "engram", ALL_AT_ONCE),
-    ("llama", "midus-hml", {"enable_prefix_caching": False}),
-    ("qwen3", "midus-hml", {"enforce_eager": False}),
-    ("qwen3", "llama-pro", {"model_impl": "auto"}),
-    ("gemma3_text", "solar", {"model_impl": "auto"}),
-]
+    *(("qwen3", method, IN_PARTS) for method in MEMORY_METHODS), ("qwen3", "engram", ALL_AT_ONCE),
+    ("qwen3", "engram", {"enforce_eager": False}), ("gemma3_text", "midus-hml", IN_PARTS),
+    ("gemma3_text", "ultramem-v2", {"async_scheduling": False}), ("gemma3_text", "engram", ALL_AT_ONCE),
+    ("llama", "midus-hml", {"enable_prefix_caching": False}), ("qwen3", "midus-hml", {"enforce_eager": False}),
+    ("qwen3", "llama-pro", {"model_impl": "auto"}), ("gemma3_text", "solar", {"model_impl": "auto"}),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory):
-    """A function that returns the folder of a family's base."""
     folders: dict[str, Path] = {}
 
     def base(family: str) -> Path:
@@ -56,14 +49,10 @@ def bases(tmp_path_factory):
     return base
 
 
-@pytest.mark.parametrize(
-    ("family", "method", "engine"), CASES, ids=["-".join((*case[:2], *case[2])) for case in CASES]
-)
+@pytest.mark.parametrize(("family", "method", "engine"), CASES, ids=["-".join((*one[:2], *one[2])) for one in CASES])
 def test_greedy_tokens_are_those_of_transformers(family, method, engine, bases, tmp_path):
-    folder = upscaled(bases(family), method, tmp_path / "model")
-    base = load(bases(family))
-    prompts = mixed_prompts(base.config.vocab_size, 16)
-    package = method in PACKAGE_METHODS
+    folder, base = upscaled(bases(family), method, tmp_path / "model"), load(bases(family))
+    prompts, package = mixed_prompts(base.config.vocab_size, 16), method in PACKAGE_METHODS
     answers = generate(Path(PYTHON), folder, prompts, 40, tmp_path, runs=2, package=package, **engine)
     counts = agreement(load(folder), prompts * 2, answers.tokens)
     assert counts.tokens == 2 * 16 * 40 and counts.different == 0, counts
@@ -85,9 +74,7 @@ CHILDREN = (
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 NAMED = [
     CHAT.format("Which number has sodium, and which one has iron?"),
-    CHAT.format("What is the atomic number of neon?")
-    + "It is 10.<|im_end|>\n"
-    + CHAT.format("And its symbol, in words?"),
+    f"{CHAT.format('What is the atomic number of neon?')}It is 10.<|im_end|>\n{CHAT.format('And its symbol, in words?')}",
     *(CHEMISTS.format(name) for name in ("sodium", "sodium")),
     CHEMISTS.format("sodium").replace("its atomic number, which", "its number of protons, which"),
     *(f"{name}\nQuestion: What is the atomic number of {name}?\nAnswer: It is" for name in ("iron", "gold")),
@@ -105,7 +92,6 @@ PLAIN = [  # behind which the base writes no name
 
 
 def with_packs(base, folder):
-    """Write a model with packs of 118 elements."""
     options = {"corpus": str(elements() / "facts.jsonl"), "common_names": True}
     upscale(base=base, method="packs", options=options, output=folder, verify=False)
 
@@ -128,14 +114,11 @@ def test_packs_are_read_behind_names_and_nowhere_else(enforce_eager, bases, tmp_
     assert agreement(base_model, prompts[::2] * 2, answers.tokens[::2]).different > 20
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        ("moc", {"memory_tokens": 24, "chapters": 12, "k": 2}, "keeps nothing for the memory 'chapters', which reads"),
-        ("moda", {}, "exposes no log-sum-exp, which this memory needs"),
-        ("engram", {"rows": 97}, r"expected midus-hf installed beside vLLM \(for engram and packs\)"),
-    ],
-)
+@pytest.mark.parametrize(("method", "options", "message"), [
+    ("moc", {"memory_tokens": 24, "chapters": 12, "k": 2}, "keeps nothing for the memory 'chapters', which reads"),
+    ("moda", {}, "exposes no log-sum-exp, which this memory needs"),
+    ("engram", {"rows": 97}, r"expected midus-hf installed beside vLLM \(for engram and packs\)"),
+])  # fmt: skip
 def test_memory_that_looks_back_is_refused_by_name(method, options, message, bases, tmp_path):
     folder = tmp_path / "model"
     upscale(base=bases("qwen3"), method=method, options=options, output=folder, verify=False)
@@ -146,9 +129,7 @@ def test_memory_that_looks_back_is_refused_by_name(method, options, message, bas
 def test_option_that_hides_tokens_is_refused(bases, tmp_path):
     folder = tmp_path / "model"
     upscale(base=bases("qwen3"), method="engram", options={"rows": 97}, output=folder, verify=False)
-    with pytest.raises(
-        EngineFailed, match="reads the tokens before: --enable-prompt-embeds brings tokens without ids"
-    ):
+    with pytest.raises(EngineFailed, match="reads the tokens before: --enable-prompt-embeds brings tokens without"):
         generate(Path(PYTHON), folder, [[3, 4, 5]], 2, tmp_path, package=True, enable_prompt_embeds=True)
 
 
@@ -165,11 +146,8 @@ def test_vllm_serve_answers_requests(method, bases, tmp_path):
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--trust-remote-code"]
     command += ["--model-impl", "transformers", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_MODULES_CACHE": str(tmp_path / "modules"),
-    }
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    environment["HF_MODULES_CACHE"] = str(tmp_path / "modules")
     if method == "packs":
         environment["PYTHONPATH"] = package_path(tmp_path)
     with (

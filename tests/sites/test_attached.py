@@ -19,17 +19,9 @@ from midus_hf.memories.ultramem_v2.layer import UltraMemV2Memory
 from midus_hf.training.adapters import lora_config
 from midus_hf.training.keys import Rates
 from midus_hf.training.optim import parameter_groups, set_trainable
-from tests.upscalers.checkpoints import (
-    SMALL_MEMORY,
-    config_of,
-    load,
-    read_tensors,
-    same_tensors,
-    save_base,
-    with_memory,
-    write_tensors,
-)
-from tests.upscalers.checkpoints import logits as checkpoint_logits
+from tests.upscalers.checkpoints import SMALL_MEMORY, save_base, with_memory, write_tensors
+from tests.upscalers.contents import config_of, load, read_tensors, same_tensors
+from tests.upscalers.contents import logits as checkpoint_logits
 from tests.upscalers.methods import KINDS, trained
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale

@@ -1,15 +1,14 @@
 """Settings and fixtures of the upscaler tests."""
 
 import importlib.util
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands.installed import Outcome
 from huggingface_hub import HfApi, constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 from tiny import NATIVE_FAMILIES
@@ -40,21 +39,7 @@ def shared_base(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture
 def base(shared_base) -> Path:
-    """The tiny Llama; read-only."""
     return shared_base("llama")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a command ended."""
-
-    status: int
-    out: str
-    err: str
-
-    def json(self) -> Any:
-        """The one object on standard output."""
-        return json.loads(self.out)
 
 
 @pytest.fixture
@@ -64,15 +49,13 @@ def in_process(monkeypatch, capsys) -> Callable[..., Outcome]:
     def run(main: Callable[[list[str]], int], *words: Any) -> Outcome:
         capsys.readouterr()
         status = main([*map(str, words)])
-        captured = capsys.readouterr()
-        return Outcome(status, captured.out, captured.err)
+        return Outcome(status, *capsys.readouterr())
 
     return run
 
 
 @pytest.fixture
 def command(in_process) -> Callable[..., Outcome]:
-    """Run the `upscale` command in this process."""
     return partial(in_process, cli.main)
 
 

@@ -13,11 +13,9 @@ from huggingface_hub.utils._http import hf_request_event_hook
 
 # httpx, or httpx2 with newer versions of huggingface_hub.
 http = sys.modules[type(get_session()).__module__.partition(".")[0]]
-
 TOKEN = "hf_loopback"
 # The name of the one who holds `TOKEN`.
 OWNER = "me"
-
 Files = dict[str, bytes]
 
 
@@ -33,11 +31,9 @@ class Repository:
 
     @property
     def revision(self) -> str:
-        """The commit that the main branch stands at."""
         return _commit(self.files, self.commits)
 
     def at(self, revision: str) -> tuple[str, Files] | None:
-        """The commit and the files of a branch, tag or commit."""
         states = {"main": (self.revision, self.files), self.revision: (self.revision, self.files)}
         for tag, files in self.tags.items():
             states[tag] = states[_commit(files)] = (_commit(files), files)
@@ -61,12 +57,10 @@ class Hub:
         self.answers_with: int | None = None  # the status of each question about a model; 0 cuts the connection
 
     def client(self) -> Any:
-        """Return the client that reaches this hub and nothing else."""
         hooks = {"request": [hf_request_event_hook]}  # which refuses requests where the client is offline
         return http.Client(transport=http.MockTransport(self._answer), event_hooks=hooks, follow_redirects=True)
 
     def downloaded(self, repository: str) -> set[str]:
-        """Paths of the files whose contents were asked for."""
         prefix = f"/{repository}/resolve/"
         wanted = (path for method, path in self.requests if method == "GET" and path.startswith(prefix))
         return {path.removeprefix(prefix).partition("/")[2] for path in wanted}
@@ -120,10 +114,8 @@ class Hub:
         if path == "/api/validate-yaml":
             return _said(200, {"errors": [], "warnings": []})
         if "/preupload/" in path:
-            modes = {
-                file["path"]: "lfs" if file["path"].endswith(".safetensors") else "regular"
-                for file in request["files"]
-            }
+            paths = {file["path"]: file["path"].endswith(".safetensors") for file in request["files"]}
+            modes = {path: "lfs" if is_large else "regular" for path, is_large in paths.items()}
             files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
             return _said(200, {"files": files})
         assert path.endswith(".git/info/lfs/objects/batch"), path
@@ -164,5 +156,4 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> Files:
-    """Every file of a folder, by its path within."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -11,70 +11,53 @@ from models.memory_models import IDS, fill
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.options import block_layouts
-from tests.upscalers.checkpoints import SMALL, config_of, load
+from tests.upscalers.checkpoints import SMALL
+from tests.upscalers.contents import config_of, load
 from tests.upscalers.dense.requests import PROMISING, REQUESTS
 from upscalers.record.provenance import UpscaleReport
 
 SMALL_CHAPTERS = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
 SMALL_TABLES = {"n": 8, "k": 4}
 SMALL_TREE = {"sizes": [3, 0, 2], "branching": 3}
-
 _OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "midus-hml": (SMALL["midus-hml"], {
         "": {},
         "output projection": {"output_projection": True},
         "output projection and residual": {"output_projection": True, "inner_residual": True},
-        "batch norm": {"query_norm": "batch"},
-    }),
+        "batch norm": {"query_norm": "batch"}}),
     "midus-pkm": (SMALL["midus-pkm"], {"": {}, "bare": {"query_norm": "none", "inner_residual": False}}),
     "midus-linear": (SMALL["midus-linear"], {"": {}, "layer norm": {"query_norm": "layer"}}),
     "moc": (SMALL_CHAPTERS, {
-        "": {},
-        "own": {"share": "none", "site": "behind-layer"},
-        "neighbours": {"share": "every:2", "layers": 3},
-        "per token": {"routing": "token"},
-        "per sequence": {"routing": "sequence"},
-    }),
+        "": {}, "own": {"share": "none", "site": "behind-layer"}, "neighbours": {"share": "every:2", "layers": 3},
+        "per token": {"routing": "token"}, "per sequence": {"routing": "sequence"}}),
     "ultramem-v2": (SMALL_TABLES, {
-        "": {},
-        "zero projection": {"zero": "projection"},
-        "ring": {"share": "ring:4"},
+        "": {}, "zero projection": {"zero": "projection"}, "ring": {"share": "ring:4"},
         "no square": {"share": "ring:2", "layers": [0, 1, 3]},
-        "heads, no pre-values": {"heads": 2, "rank": 3, "pre_value_width": 0},
-        "skip": {"site": "skip", "span": 2},
-    }),
+        "heads, no pre-values": {"heads": 2, "rank": 3, "pre_value_width": 0}, "skip": {"site": "skip", "span": 2}}),
     # Bases of the table have no tokenizer.
     "engram": ({"rows": 199, "width": 16, "hash_heads": 4, "compress": False}, {
-        "": {}, "no convolution, one order": {"kernel": 0, "max_order": 2}, "behind layers": {"site": "behind-layer"},
-    }),
+        "": {}, "no convolution, one order": {"kernel": 0, "max_order": 2}, "behind layers": {"site": "behind-layer"}}),
     "moda": ({}, {
         "": {},
         "reused": {"joining": "interpolated", "attention_slots": "reused"},
         "attention": {"joining": "interpolated", "attention_slots": "reused", "ffn_slots": False},
         "projected": {"attention_slots": "projected", "bias": True},
-        "some": {"layers": [0, 2, 3]},
-    }),
+        "some": {"layers": [0, 2, 3]}}),
     **{f"hier-{kind}": (SMALL_TREE, {"": {}}) for kind in ("ffn", "kv", "lora-qk", "lora-vo", "lora-ffn")},
 }  # fmt: skip
-
 KINDS: dict[str, dict[str, Any]] = {
     f"{method}, {name}" if name else method: {"method": method, "options": {**small, **options}}
     for method, (small, kinds) in _OPTIONS.items()
     for name, options in kinds.items()
 }
-
 # Methods whose memories retrieve rows, and the options of their null control of one row.
 RETRIEVING = {
-    "midus-hml": {"n": 1, "k": 1},
-    "midus-pkm": {"n": 1, "k": 1},
-    "midus-linear": {"slots": 1, "k": 1},
-    "moc": {"memory_tokens": 1, "chapters": 1, "shared_chapters": 0, "k": 1},
-    "ultramem-v2": {"n": 1, "k": 1, "share": "none"},
-}
+    "midus-hml": {"n": 1, "k": 1}, "midus-pkm": {"n": 1, "k": 1}, "midus-linear": {"slots": 1, "k": 1},
+    "moc": {"memory_tokens": 1, "chapters": 1, "shared_chapters": 0, "k": 1}, "ultramem-v2": {"n": 1, "k": 1, "share": "none"},
+}  # fmt: skip
 
 
 def with_options(method: str, **options: Any) -> dict[str, Any]:
-    """Return the request of a method with further options."""
     return {"method": method, "options": {**KINDS[method]["options"], **options}}
 
 
@@ -97,10 +80,8 @@ KINDS |= {
     **{f"{method}, one row": with_options(method, **one_row) for method, one_row in RETRIEVING.items()},
 }  # fmt: skip
 """Keyword arguments of `upscale`, by a name for what they make."""
-
 # Kinds that do not compute what their base computes.
 DIFFERING = ("solar", "stack", "avg-deus", "lesa", "llama-pro, none", "opt-deus, none")
-
 # One kind of each method.
 PLAIN = [name for name in KINDS if name == KINDS[name]["method"]]
 
@@ -108,16 +89,13 @@ PLAIN = [name for name in KINDS if name == KINDS[name]["method"]]
 def arguments_of(name: str) -> list[str]:
     """Return the same request in words of the command `upscale`."""
     kind = KINDS[name]
-    words = [
-        word for key, value in kind.get("options", {}).items() for word in ("--set", f"{key}={json.dumps(value)}")
-    ]
-    return ["--method", kind["method"], *(["--placement", kind["placement"]] if "placement" in kind else []), *words]
+    settings = [f"{key}={json.dumps(value)}" for key, value in kind.get("options", {}).items()]
+    placed = ["--placement", kind["placement"]] if "placement" in kind else []
+    return ["--method", kind["method"], *placed, *(word for setting in settings for word in ("--set", setting))]
 
 
 @dataclass(frozen=True)
 class Made:
-    """A base, what a method made of it, and the report of that; read-only."""
-
     kind: str
     base: Path
     output: Path
@@ -125,15 +103,13 @@ class Made:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The raw config of the output."""
         return config_of(self.output)
 
 
 def memory_ids(model: Any) -> dict[str, torch.Tensor]:
     """Return what a forward pass is given so that blocks are fetched, where the model has a bank of blocks."""
-    return (
-        {"memory_ids": IDS} if model.config.to_dict().get("memory") and block_layouts(model.config.memories()) else {}
-    )
+    has_memory = model.config.to_dict().get("memory")
+    return {"memory_ids": IDS} if has_memory and block_layouts(model.config.memories()) else {}
 
 
 def trained(folder: Path, output: Path) -> Path:

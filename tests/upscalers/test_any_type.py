@@ -17,17 +17,9 @@ from scripts.anatomy.proof import with_more_heads
 from scripts.anatomy.reading import gate_and_up
 from scripts.anatomy.tiny import tiny_model
 from scripts.families import methods_on_the_page
-from tests.upscalers.checkpoints import (
-    SMALL,
-    config_of,
-    load,
-    long_prompt,
-    read_tensors,
-    same_bits,
-    same_tensors,
-    write_tensors,
-)
-from tests.upscalers.checkpoints import layer as layer_of
+from tests.upscalers.checkpoints import SMALL, write_tensors
+from tests.upscalers.contents import config_of, load, long_prompt, read_tensors, same_bits, same_tensors
+from tests.upscalers.contents import layer as layer_of
 from tests.upscalers.dense.requests import upscaled_config
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, Made, memory_ids
 from upscalers.architecture.built_layout import gain_offset, layer_settings
@@ -40,16 +32,10 @@ from upscalers.runs.upscale import upscale
 
 # In an order in which methods and the types of SAMPLE, in turn, fit.
 MEMORY: dict[str, dict[str, Any]] = {
-    "moc": SMALL_CHAPTERS,
-    "ultramem-v2": SMALL_TABLES,
-    "midus-hml": SMALL["midus-hml"],
-    "moda": {},
-    **{f"hier-{kind}": SMALL_TREE for kind in ("kv", "ffn", "lora-ffn", "lora-vo")},
-    "midus-pkm": SMALL["midus-pkm"],
-    "hier-lora-qk": SMALL_TREE,
-    "midus-linear": SMALL["midus-linear"],
-    "engram": {"rows": 101, "width": 16},
-}
+    "moc": SMALL_CHAPTERS, "ultramem-v2": SMALL_TABLES, "midus-hml": SMALL["midus-hml"], "moda": {},
+    **{f"hier-{kind}": SMALL_TREE for kind in ("kv", "ffn", "lora-ffn", "lora-vo")}, "midus-pkm": SMALL["midus-pkm"],
+    "hier-lora-qk": SMALL_TREE, "midus-linear": SMALL["midus-linear"], "engram": {"rows": 101, "width": 16},
+}  # fmt: skip
 DENSE = {"solar": {}, "lesa": {"hidden_size": 8, "epochs": 1}, "avg-deus": {}, "opt-deus": {}, "llama-pro": {}}
 OPTIONS = {**MEMORY, **DENSE}
 # Linear attention, shared keys and values, experts in two layouts, a parallel layer, fused projections, latent attention, Mamba.
@@ -62,7 +48,6 @@ DENSE_SAMPLE = [
 INFERRED = [model_type for model_type in TYPES if model_type not in MAIN_TYPES]
 PRESENT = [model_type for model_type in SAMPLE if model_type in INFERRED]
 DENSE_PRESENT = [model_type for model_type in DENSE_SAMPLE if model_type in INFERRED]
-
 # Each method on one type, depth attention where some layers do not rotate queries and keys, a block without the output
 # projection in a family that draws this projection, memories in the layers that have attention, a config without `use_cache`;
 # stacked projections, and other names of them.
@@ -82,7 +67,6 @@ def plan_of(made: Made) -> Plan:
 
 
 def options_of(model_type: str, method: str) -> dict[str, Any]:
-    """Return small options of a method, with a site that the type has."""
     adds = method != "moc" or all(parts.adds_mixer for parts in model_type_of(model_type).layers.values())
     return {**OPTIONS[method], **({} if adds else {"site": "behind-layer"})}
 
@@ -138,8 +122,7 @@ def test_base_layers_keep_bits_and_new_ones_their_kind(model_type, method, make)
     assert type(after) is type(before) and after.config.model_type == model_type
     settings = [[layer_settings(layer) for layer in model.model.layers] for model in (before, after)]
     assert find_changed_setting(*settings, plan_of(made).sources) is None
-    with torch.no_grad():
-        expected, logits = before(long_prompt()).logits, after(long_prompt()).logits
+    expected, logits = before(long_prompt()).logits, after(long_prompt()).logits
     assert torch.equal(logits, expected) if method in ("llama-pro", "opt-deus") else logits.isfinite().all()
 
 
@@ -153,9 +136,8 @@ def test_averages_of_norms_multiply_by_the_mean(model_type, make):
             originals = [source.get_submodule(name) for source in sources]
             if "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
                 hidden = torch.randn(3, module.weight.shape[0], generator=torch.Generator().manual_seed(2))
-                with torch.no_grad():
-                    expected = sum(original(hidden) for original in originals) / 2
-                    assert torch.allclose(module(hidden), expected, rtol=1e-4, atol=1e-5), name
+                expected = sum(original(hidden) for original in originals) / 2
+                assert torch.allclose(module(hidden), expected, rtol=1e-4, atol=1e-5), name
                 continue
             for own, parameter in module.named_parameters(recurse=False):
                 mean = sum(original.get_parameter(own).double() for original in originals) / 2
@@ -165,9 +147,8 @@ def test_averages_of_norms_multiply_by_the_mean(model_type, make):
 
 
 # Names of what LESA predicts.
-MATRICES = frozenset(
-    "q_proj k_proj v_proj qkv_proj o_proj dense gate_proj up_proj down_proj gate_up_proj fc1 fc2 c_fc c_proj".split()
-)
+MATRICES = {*"q_proj k_proj v_proj qkv_proj o_proj dense gate_proj up_proj down_proj".split()}
+MATRICES |= {*"gate_up_proj fc1 fc2 c_fc c_proj".split()}
 
 
 @of_fused
@@ -233,8 +214,7 @@ def test_layer_reading_earlier_layers_cannot_move(shared_base, tmp_path):
     request = {"base": shared_base("zaya"), "method": "solar", "output": tmp_path / "out"}
     with pytest.raises(VerificationError, match=r"layer \d \(base \d.*\) computes differently than .* cannot move"):
         upscale(**request)
-    assert not (tmp_path / "out").exists()
-    assert upscale(**request, verify=False).num_layers == 6
+    assert not (tmp_path / "out").exists() and upscale(**request, verify=False).num_layers == 6
 
 
 FOLLOWING = [
@@ -320,9 +300,7 @@ def test_stacked_projections_fuse_as_separate_ones(shared_base, tmp_path):
     for base, output in ((stacked, "one"), (apart, "other")):
         upscale(base=base, method="opt-deus", output=tmp_path / output, options={"identity": "none"}, verify=False)
     one, other = (read_tensors(tmp_path / output) for output in ("one", "other"))
-    assert all(
-        torch.equal(tensor, torch.cat([other[part] for part in names_of(name)])) for name, tensor in one.items()
-    )
+    assert all(torch.equal(value, torch.cat([other[part] for part in names_of(name)])) for name, value in one.items())
 
 
 def test_stacked_projections_are_predicted_separately(shared_base, tmp_path):

@@ -13,8 +13,8 @@ from tiny import NATIVE_FAMILIES, NUM_LAYERS, prompt
 
 from midus_hf.config.declared_tensors import ZEROS
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from tests.upscalers.checkpoints import (
-    RECORD,
+from tests.upscalers.checkpoints import RECORD, save_base
+from tests.upscalers.contents import (
     config_of,
     content_digest,
     file_digests,
@@ -24,7 +24,6 @@ from tests.upscalers.checkpoints import (
     recipe_of,
     record_of,
     same_tensors,
-    save_base,
 )
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, Made, arguments_of, memory_ids, trained
@@ -60,7 +59,6 @@ def make(tmp_path_factory):
 
 @pytest.fixture
 def made(kind, family, make) -> Made:
-    """Return one case."""
     return make(kind, family)
 
 
@@ -91,7 +89,6 @@ def generated(folder: Path) -> tuple[torch.dtype, torch.Tensor]:
 
 
 def computed(folder: Path, dtype: torch.dtype | str = "auto") -> torch.Tensor:
-    """Return logits of the prompt, of blocks that are fetched where the model has a bank."""
     model = load(folder, dtype)
     with torch.no_grad():
         return model(prompt(), **memory_ids(model)).logits
@@ -151,30 +148,19 @@ def test_config_record_and_inspect_agree(made):
         known = {"type", "site", "layers", *entry["options"]} | named
         # Options of only one site, and of what engram is made from.
         made_from = {"span", "corpus", "compress", "min_documents", "names"}
-        assert known - made_from <= memory.keys() <= known
-        assert inspected["memory"] == [memory]
+        assert known - made_from <= memory.keys() <= known and inspected["memory"] == [memory]
         assert all(memory.get(key, value) == value for key, value in entry["options"].items() if key != "layers")
         assert entry.get("new_memories", []) == [memory[key] for key in named]
 
 
 @of_each_method
 def test_strip_restores_every_file_of_the_base(made, tmp_path):
-    stripped, folder, index = (
-        strip(made.output, tmp_path / "stripped"),
-        tmp_path / "stripped",
-        "model.safetensors.index.json",
-    )
-    assert (
-        stripped.items()
-        >= {
-            "base_confirmed": True,
-            "differing_tensors": 0,
-            "removed_memories": [entry["name"] for entry in made.config.get("memory", []) if "name" in entry],
-            "num_layers": NUM_LAYERS,
-            "removed_layer_indices": made.report.new_layer_indices,
-            "bytes_written": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-        }.items()
-    )
+    folder, index = tmp_path / "stripped", "model.safetensors.index.json"
+    stripped, expected = strip(made.output, folder), {"base_confirmed": True, "differing_tensors": 0}
+    expected["removed_memories"] = [entry["name"] for entry in made.config.get("memory", []) if "name" in entry]
+    expected |= {"num_layers": NUM_LAYERS, "removed_layer_indices": made.report.new_layer_indices}
+    expected["bytes_written"] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert stripped.items() >= expected.items()
     assert file_digests(folder, (*RECORD, index)) == file_digests(made.base, (index,))
     for ours in (made.output, folder):
         CheckpointFolder(ours, overwrite=True)  # which refuses what is not ours

@@ -18,34 +18,21 @@ from upscalers.architecture.built_layout import read_layout
 from upscalers.architecture.layer_tensors import family_of
 from upscalers.architecture.layout import find_changed_setting, known_layout, layout_from, layout_of
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
+SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3}
+SIZES["num_attention_heads"] = 4
 # Keys that decide names, shapes or types in some family; null and absent may mean different things.
 CHOICES: dict[str, list[Any]] = {
     **{key: [True, False] for key in ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")},
-    "num_key_value_heads": [1, 2, 4, None],
-    "head_dim": [8, 16, None],
-    "sliding_window": [4, None],
-    "max_window_layers": [0, 1, 5],
-    "sliding_window_pattern": [1, 2, 3],
-    "_sliding_window_pattern": [2],
-    "layer_types": [None],
-    "num_hidden_layers": [4, 31],
-}
+    "num_key_value_heads": [1, 2, 4, None], "head_dim": [8, 16, None], "sliding_window": [4, None], "max_window_layers": [0, 1, 5],
+    "sliding_window_pattern": [1, 2, 3], "_sliding_window_pattern": [2], "layer_types": [None], "num_hidden_layers": [4, 31],
+}  # fmt: skip
 FURTHER: dict[str, list[Any]] = {
     "layer_types": [None, ["full_attention", "sliding_attention", "full_attention"]],
     "rope_parameters": [
-        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}, {"full_attention": {"rope_theta": 1e6}},
-    ],
+        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}, {"full_attention": {"rope_theta": 1e6}}],
     "rope_scaling": [
         {"type": "linear", "factor": 2},
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    ],
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}],
     "pad_token_id": [31, 32, -1],
     "dtype": ["bfloat16", "other"],
     "hidden_act": ["gelu", "other"],
@@ -70,7 +57,6 @@ def by_transformers(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]],
 
 
 def by_layout(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], list[str] | None]:
-    """The same from `layout.py`."""
     family_of(config)
     layout = layout_of(config)
     layers = [{f"model.layers.{i}.{n}": t.shape for n, t in layer.items()} for i, layer in enumerate(layout.layers)]

@@ -17,18 +17,8 @@ from tiny import prompt, save_tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from midus_hf.sources.names import check_model_name
-from tests.upscalers.checkpoints import (
-    REQUEST,
-    config_of,
-    load,
-    logits,
-    read_tensors,
-    recipe_of,
-    record_of,
-    same_tensors,
-    save_base,
-    unverified,
-)
+from tests.upscalers.checkpoints import REQUEST, save_base, unverified
+from tests.upscalers.contents import config_of, load, logits, read_tensors, recipe_of, record_of, same_tensors
 from tests.upscalers.hub_server import Repository, files_of
 from upscalers.checkpoint.source import prepare_repository
 from upscalers.runs import upscale as run
@@ -120,7 +110,6 @@ def test_packs_are_uploaded_with_their_glossary(base, hub, tmp_path):
 
 
 MAY_NOT = "but the Hub does not let this account write there ("
-
 REFUSED = {
     "no login": ("HF_TOKEN", "", "me/x", MAY_NOT),
     "a repository of others": (None, None, "others/theirs", MAY_NOT),
@@ -128,10 +117,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("name", "value", "repository", "message"), REFUSED.values(), ids=REFUSED)
-def test_upload_without_write_access_is_refused(
-    base, hub, command, tmp_path, name, value, repository, message, refused, monkeypatch
-):
+@pytest.mark.parametrize("case", REFUSED)
+def test_upload_without_write_access_is_refused(base, hub, command, tmp_path, case, refused, monkeypatch):
+    name, value, repository, message = REFUSED[case]
     hub.repositories = {"others/theirs": Repository(read_only=True)}
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     if name == "HF_TOKEN":
@@ -144,7 +132,6 @@ def test_upload_without_write_access_is_refused(
 
 
 RIGHTS = "check the name, and log in with 'hf auth login'"
-
 ANSWERS = {
     0: r"the Hub does not answer \(.*\); try again later",
     **{status: rf"the Hub answers with status {status} \(.*\); {RIGHTS}" for status in (403, 404)},
@@ -182,11 +169,9 @@ def test_private_upload_needs_a_private_repository(base, hub, command, tmp_path,
     words = ("--base", base, *REQUEST, "--overwrite", "--push-to-hub")
     refused(command(*words, "me/public", "--private"), "'me/public', which exists and is public; expected a new", None)
     for name in ("mine", "me/mine"):  # made, and found again
-        assert command(*words, name, "--private").status == 0
-        assert hub.repositories["me/mine"].private
+        assert command(*words, name, "--private").status == 0 and hub.repositories["me/mine"].private
         assert hub.repositories["me/mine"].files == files_of(tmp_path / "out")
-    assert command(*words, "open").status == 0
-    assert not hub.repositories["me/open"].private
+    assert command(*words, "open").status == 0 and not hub.repositories["me/open"].private
     assert 'from_pretrained("me/open", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -198,19 +183,14 @@ def test_failed_upload_keeps_checkpoint_and_report(base, hub, command, tmp_path,
     assert (done.status, done.json()["output"], done.json()["num_layers"]) == (1, "out", 6)
     said, _, remedy = done.err.splitlines()[-1].partition("; out is complete. Upload it with: hf ")
     assert "upscale: the upload to me/x failed (" in said and remedy == "upload me/x out --private"
-    assert "Traceback" not in done.err
-    assert torch.equal(logits(base), logits(tmp_path / "out"))
+    assert "Traceback" not in done.err and torch.equal(logits(base), logits(tmp_path / "out"))
     hub.dies_in = None
     monkeypatch.setattr(sys, "argv", ["hf", *remedy.split()])
     with contextlib.suppress(SystemExit):
         hf.main()
-    assert hub.repositories["me/x"].private
-    assert hub.repositories["me/x"].files == files_of(tmp_path / "out")
-
-
-def test_interrupted_upload_names_the_complete_folder(base, hub, command, tmp_path, monkeypatch):
+    assert hub.repositories["me/x"].private and hub.repositories["me/x"].files == files_of(tmp_path / "out")
     monkeypatch.setattr(run, "push_folder", Mock(side_effect=KeyboardInterrupt))
-    done = command("--base", base, *REQUEST, "--push-to-hub", "me/x", "--json")
+    done = command("--base", base, *REQUEST, "--overwrite", "--push-to-hub", "me/x", "--json")
     assert (done.status, done.json()["output"]) == (130, "out")
     assert "the upload to me/x was interrupted; out is complete. Upload it with: hf upload me/x out" in done.err
     assert torch.equal(logits(base), logits(tmp_path / "out"))
@@ -218,7 +198,6 @@ def test_interrupted_upload_names_the_complete_folder(base, hub, command, tmp_pa
 
 @pytest.fixture
 def bases(tmp_path):
-    """Two bases that differ in every weight."""
     return save_base(tmp_path / "old"), save_base(tmp_path / "new", initializer_range=0.5)
 
 
@@ -231,7 +210,6 @@ def two_revisions(hub, bases):
 
 
 def base_tensors(folder) -> dict[str, bytes]:
-    """What every upscaled model has from its base as it was."""
     return {name: t.numpy().tobytes() for name, t in read_tensors(folder).items() if "layers" not in name}
 
 
@@ -257,10 +235,7 @@ def test_revision_is_recorded_and_pinned(two_revisions, bases, command, tmp_path
 def test_wrong_revision_is_refused(two_revisions, bases, command, tmp_path, refused):
     none = "has no revision after '@', or is local, where there are none; expected a hub id"
     for base, message in (
-        (
-            "org/base@v9",
-            "no local folder, and the Hub answers with status 404 (404 Client Error. Revision Not Found for",
-        ),
+        ("org/base@v9", "no local folder, and the Hub answers with status 404 (404 Client Error. Revision Not Found"),
         ("org/base@", f"'org/base@' {none}"),
         ("./old@v1", f"'./old@v1' {none}"),
     ):
@@ -277,8 +252,7 @@ def test_one_copy_is_downloaded_index_first(hub, command, tmp_path):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(f"contents of {name}")
     hub.repositories["org/base"] = Repository(files_of(folder))
-    shards = set(json.loads((folder / index).read_text())["weight_map"].values())
-    done = command(*DOWNLOADED)
+    shards, done = set(json.loads((folder / index).read_text())["weight_map"].values()), command(*DOWNLOADED)
     assert done.status == 0 and len(shards) > 1, done.err
     model = {"config.json", "generation_config.json", index, "README.md", *OF_THE_MODEL}
     assert hub.downloaded("org/base") == model | shards
@@ -315,8 +289,7 @@ def test_cached_base_needs_no_hub(hub, bases, command, tmp_path, monkeypatch):
 
 
 def test_main_branch_is_pinned(two_revisions, bases, command, tmp_path, monkeypatch):
-    resolve = run.resolve_source
-    first, files = two_revisions.revision, dict(two_revisions.files)
+    resolve, first, files = run.resolve_source, two_revisions.revision, dict(two_revisions.files)
 
     def after_a_push(name, **options):
         if not options["config_only"]:  # the run has been planned
@@ -326,8 +299,7 @@ def test_main_branch_is_pinned(two_revisions, bases, command, tmp_path, monkeypa
 
     two_revisions.tags.clear()
     monkeypatch.setattr(run, "resolve_source", after_a_push)
-    assert command(*DOWNLOADED).status == 0
-    assert base_tensors(tmp_path / "out") == base_tensors(bases[1])
+    assert command(*DOWNLOADED).status == 0 and base_tensors(tmp_path / "out") == base_tensors(bases[1])
     assert record_of(tmp_path / "out")["base"]["revision"] == first
     assert f"base: org/base@{first}" in (tmp_path / "out" / "README.md").read_text()
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from pairs import in_turn
 
-from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, logits, save_base
+from tests.upscalers.checkpoints import SMALL_MEMORY, save_base
+from tests.upscalers.contents import file_digests, logits
 from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import CheckpointFolder
 from upscalers.tensors import writer
@@ -37,7 +38,6 @@ def die() -> None:
 
 @pytest.fixture(scope="module")
 def tiny_bases(tmp_path_factory):
-    """Two bases, and what upscaling gives for each."""
     folder, results = tmp_path_factory.mktemp("tiny"), []
     for seed in (0, 1):
         base = save_base(folder / f"base-{seed}", eos_token_id=seed)
@@ -86,8 +86,7 @@ def test_kill_before_a_rename_leaves_old_output_or_none(tiny_bases, tmp_path, st
     assert output.exists() == (step == 0)
     assert file_digests(output if step == 0 else tmp_path / ".out.midus-replaced") == old
     upscaled(second, output, overwrite=True)
-    assert file_digests(output) == new
-    assert os.listdir(tmp_path) == ["out"]
+    assert file_digests(output) == new and os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize(("deleted", "files"), in_turn(["replaced", "made"], [0, 1]))
@@ -114,11 +113,9 @@ def test_kill_while_deleting_is_cleaned_up_by_the_next_run(tiny_bases, tmp_path,
         upscaled(second, output, overwrite=True)
 
     killed(work)
-    assert file_digests(output) == (new if deleted == "replaced" else old)
-    assert len(os.listdir(tmp_path)) == 2
+    assert file_digests(output) == (new if deleted == "replaced" else old) and len(os.listdir(tmp_path)) == 2
     upscaled(first, output, overwrite=True)
-    assert file_digests(output) == old
-    assert os.listdir(tmp_path) == ["out"]
+    assert file_digests(output) == old and os.listdir(tmp_path) == ["out"]
 
 
 def test_base_that_shrinks_while_read_leaves_nothing(tmp_path, monkeypatch):

@@ -19,7 +19,8 @@ from midus_hf.memories.module import DeclaredModule
 from midus_hf.models.families import COMPOSITE_FAMILIES
 from midus_hf.models.saved_models import load_model
 from midus_hf.training.optim import set_trainable
-from tests.upscalers.checkpoints import config_of, edit_config, file_digests
+from tests.upscalers.checkpoints import edit_config
+from tests.upscalers.contents import config_of, file_digests
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import extract, strip
@@ -29,16 +30,13 @@ OPTIONS = {"llama-pro": {}, "moc": SMALL_CHAPTERS, "ultramem-v2": SMALL_TABLES, 
 # Heads of several sizes, and experts at listed layers: no memory can be inserted.
 LACKING = {("gemma4", "midus-hml"), ("llama4", "midus-hml")}
 CELLS = [cell for cell in itertools.product(TYPES, OPTIONS) if cell not in LACKING]
-of_cells = pytest.mark.parametrize(
-    ("model_type", "method"), by_default([cell for cell in taking_turns(TYPES, OPTIONS) if cell in CELLS], CELLS)
-)
+USUAL = [cell for cell in taking_turns(TYPES, OPTIONS) if cell in CELLS]
+of_cells = pytest.mark.parametrize(("model_type", "method"), by_default(USUAL, CELLS))
 of_types = pytest.mark.parametrize("model_type", by_default(TYPES[:3], TYPES))
 
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory):
-    """For a type and a method, the folders of the base and of the upscaled model; read-only."""
-
     @cache
     def base(model_type: str) -> Path:
         folder = tmp_path_factory.mktemp(model_type) / "base"
@@ -55,7 +53,6 @@ def cells(tmp_path_factory):
 
 
 def loaded(folder: Path, acting: bool = False) -> Any:
-    """Load a model, whose memories have values on request."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -99,8 +96,7 @@ def test_composite_with_values_saves_and_loads(cells, model_type, tmp_path):
 
 @of_types
 def test_composite_cached_steps_equal_one_pass(cells, model_type):
-    model = loaded(cells(model_type, "moc")[1], acting=True)
-    inputs = picture_with_text(model_type)
+    model, inputs = loaded(cells(model_type, "moc")[1], acting=True), picture_with_text(model_type)
     text = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     extended = dict(inputs, input_ids=text[:, :-1], attention_mask=torch.ones_like(text[:, :-1]))
     for name in {"mm_token_type_ids", "token_type_ids"} & inputs.keys():
@@ -108,8 +104,7 @@ def test_composite_cached_steps_equal_one_pass(cells, model_type):
     length = inputs["input_ids"].shape[1]
     with torch.no_grad():
         assert torch.equal(model(**extended).logits[:, length - 1 :].argmax(-1), text[:, length:])
-    ids = torch.arange(3, 13)[None]
-    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    ids, settings = torch.arange(3, 13)[None], {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     plain = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
     padded, mask = torch.nn.functional.pad(ids, (2, 0), value=0), (torch.arange(12) >= 2).long()[None]
     assert torch.equal(model.generate(input_ids=padded, attention_mask=mask, **settings)[:, -4:], plain[:, -4:])
@@ -168,17 +163,11 @@ def test_extracted_model_strips_twice(cells, tmp_path):
     assert file_digests(tmp_path / "2")["model.safetensors"] == file_digests(tmp_path / "plain")["model.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "message"),
-    [
-        (
-            "qwen2_5_vl",
-            "transformers loads only within a composite model .*; expected one that is also loaded separately",
-        ),
-        ("llama5", "model_type 'llama5' is unknown .transformers .* Install a newer transformers"),
-        ("clip", "is loaded by no class for text and images or sounds"),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "message"), [
+    ("qwen2_5_vl", "transformers loads only within a composite model .*; expected one that is also loaded"),
+    ("llama5", "model_type 'llama5' is unknown .transformers .* Install a newer transformers"),
+    ("clip", "is loaded by no class for text and images or sounds"),
+])  # fmt: skip
 def test_unsupported_composite_is_refused(model_type, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "text_config": {}}))
     with pytest.raises(ValueError, match=message):

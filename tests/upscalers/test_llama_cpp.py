@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from material.smollm2 import smollm2_135m
 from tests.docs.snippets import Block, take
-from tests.upscalers.checkpoints import load, read_tensors, save_base, unverified, write_tensors
+from tests.upscalers.checkpoints import save_base, unverified, write_tensors
+from tests.upscalers.contents import load, read_tensors
 from tests.upscalers.dense.requests import PROMISING
 from upscalers.runs.upscale import upscale
 
@@ -42,8 +43,6 @@ def tokenizer_model(tmp_path_factory) -> bytes:
 
 @pytest.fixture
 def tiny_base(tmp_path, tokenizer_model):
-    """Save a tiny base of a family, with its tokenizer."""
-
     def base(family: str, **changes: Any) -> Path:
         folder = save_base(tmp_path / f"{family}-base", family, vocab_size=VOCABULARY, **changes)
         (folder / "tokenizer.model").write_bytes(tokenizer_model)
@@ -56,8 +55,7 @@ def upscaled(base: Path, output: Path, method: str, **request: Any) -> Path:
     """Upscale a base, and add noise to every matrix of the new layers, some of which the method has zeroed."""
     report = upscale(base=base, method=method, output=output, verify=False, **request)
     new = tuple(f"model.layers.{index}." for index in report.new_layer_indices)
-    generator = torch.Generator().manual_seed(3)
-    tensors = read_tensors(output)
+    generator, tensors = torch.Generator().manual_seed(3), read_tensors(output)
     for name, tensor in tensors.items():
         if name.startswith(new) and tensor.dim() == 2:
             tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
@@ -66,13 +64,11 @@ def upscaled(base: Path, output: Path, method: str, **request: Any) -> Path:
 
 
 def convert(folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
-    """Run llama.cpp's converter, in float32."""
     command = [sys.executable, CONVERTER, folder, "--outfile", path, "--outtype", "f32"]
     return subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=path.parent)
 
 
 def converted(folder: Path) -> Path:
-    """Return the GGUF file of a checkpoint."""
     path = folder.parent / f"{folder.name}.gguf"
     done = convert(folder, path)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -92,17 +88,13 @@ def computed_by_llama_cpp(path: Path, tokens: list[int]) -> tuple[torch.Tensor, 
 
 
 def computed_by_transformers(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """Return the same by Transformers."""
     model, ids = load(folder, torch.float32), torch.tensor([tokens])
-    with torch.no_grad():
-        logits = model(ids).logits[0]
-    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": []}
+    logits, settings = model(ids).logits[0], {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": []}
     made = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     return logits, made[0, len(tokens) :].tolist()
 
 
 def assert_same(folder: Path, path: Path, tokens: list[int] | None = None) -> None:
-    """Both compute the same logits of a prompt, and the same tokens after it."""
     tokens = tokens or prompt(batch=1)[0].tolist()
     actual, made = computed_by_llama_cpp(path, tokens)
     expected, generated = computed_by_transformers(folder, tokens)
@@ -120,7 +112,6 @@ def test_dense_model_computes_the_same_in_llama_cpp(family, method, tiny_base, t
 
 
 def run_block(block: Block) -> None:
-    """Run a block of a page."""
     exec(compile(block.text, str(block), "exec"), {})
 
 
@@ -143,10 +134,8 @@ def test_models_with_memory_are_refused(tiny_base, tmp_path):
 @pytest.mark.material
 def test_smollm2_with_new_layers_generates_the_same_in_llama_cpp(tmp_path, monkeypatch, capsys):
     folder = upscaled(smollm2_135m(), tmp_path / "smollm2-pro", "llama-pro", num_new_layers=3)
-    text = "Fellow-citizens of the Senate"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokens = tokenizer(text)["input_ids"]
-    path = converted(folder)
+    text, tokenizer = "Fellow-citizens of the Senate", AutoTokenizer.from_pretrained(folder)
+    tokens, path = tokenizer(text)["input_ids"], converted(folder)
     assert_same(folder, path, tokens)
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()

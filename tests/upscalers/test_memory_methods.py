@@ -11,8 +11,8 @@ from midus_hf.cli import edit
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.hierarchical.options import level_file
 from midus_hf.training.optim import set_trainable
-from tests.upscalers.checkpoints import (
-    SMALL,
+from tests.upscalers.checkpoints import SMALL, save_base, unverified, with_memory
+from tests.upscalers.contents import (
     config_of,
     file_digests,
     layer,
@@ -22,9 +22,6 @@ from tests.upscalers.checkpoints import (
     record_of,
     same_bits,
     same_tensors,
-    save_base,
-    unverified,
-    with_memory,
 )
 from tests.upscalers.dense.requests import tiny_config, upscaled_config
 from tests.upscalers.hub_server import Repository, files_of
@@ -61,9 +58,8 @@ def test_tables_of_zeros_are_holes(base, tmp_path):
     upscale(base=base, method="ultramem-v2", output=tmp_path / "out", options=options, verify=False)
     file = (tmp_path / "out" / "model.safetensors").stat()
     assert file.st_size > 12e6 and file.st_blocks * 512 < 2e6
-    assert not any(
-        value.any() for name, value in read_tensors(tmp_path / "out").items() if name.endswith("value_table")
-    )
+    tensors = read_tensors(tmp_path / "out")
+    assert not any(value.any() for name, value in tensors.items() if name.endswith("value_table"))
 
 
 @pytest.mark.parametrize("kind", ["midus-hml", "midus-pkm", "midus-linear", "midus-hml, output projection"])
@@ -85,7 +81,6 @@ def test_block_copies_needed_attention_of_the_next_layer(family, tmp_path, kind)
 
 
 def copied_by_block(tensors, index):
-    """The tensors of an inserted block that are not its memory's."""
     return {name: tensor for name, tensor in layer(tensors, index).items() if not name.startswith("memory.")}
 
 
@@ -130,9 +125,8 @@ def test_non_causal_model_is_reported_everywhere(command, base, tmp_path):
     load(out).save_pretrained(tmp_path / "saved")
     again = unverified(out, tmp_path / "again")
     entries = [load(tmp_path / "saved").config.upscale, *(config_of(folder)["upscale"] for folder in (out, again))]
-    assert all(
-        entry["causal"] is False for entry in (*entries, record_of(out), command("inspect", out, "--json").json())
-    )
+    entries += [record_of(out), command("inspect", out, "--json").json()]
+    assert all(entry["causal"] is False for entry in entries)
     assert "the output of a token depends on later tokens" in command("inspect", out).out
     stripped = command("strip", out, "--output", tmp_path / "stripped")
     assert "took out memory chapters. Its weights are the base's" in " ".join(stripped.out.split())
@@ -188,7 +182,6 @@ def test_seed_and_memory_decide_initial_blocks(base, tmp_path):
 
 @pytest.fixture(scope="module")
 def once(shared_base, tmp_path_factory):
-    """Return a trained model with a bank of blocks; read-only."""
     folder = tmp_path_factory.mktemp("once")
     unverified(shared_base(), folder / "new", method="hier-ffn", options=SMALL_TREE)
     return trained(folder / "new", folder / "once")
@@ -225,11 +218,8 @@ def test_carried_banks_count_for_disk_space(base, command, tmp_path, monkeypatch
     unverified(base, tmp_path / "new", method="hier-ffn", options={"sizes": [1024]})
     once = trained(tmp_path / "new", tmp_path / "once")
     unverified(once, tmp_path / "twice", method="llama-pro", options={})
-    requests = (
-        ("out", 64_000_000, ("--base", once, "--method", "llama-pro", "--no-verify")),
-        ("stripped", 0, ("strip", tmp_path / "twice")),
-    )
-    for name, spare, words in requests:
+    of_upscale = ("--base", once, "--method", "llama-pro", "--no-verify")
+    for name, spare, words in (("out", 64_000_000, of_upscale), ("stripped", 0, ("strip", tmp_path / "twice"))):
         for free, status in ((spare + 1_000_000, 2), (spare + 40_000_000, 0)):
             usage = shutil._ntuple_diskusage(10**9, 10**9 - free, free)
             monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)

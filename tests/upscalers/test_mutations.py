@@ -13,15 +13,8 @@ import pytest
 import torch
 from pairs import by_default
 
-from tests.upscalers.checkpoints import (
-    SMALL_MEMORY,
-    config_of,
-    edit_config,
-    logits,
-    same_tensors,
-    save_base,
-    unverified,
-)
+from tests.upscalers.checkpoints import edit_config, save_base, unverified
+from tests.upscalers.contents import config_of, logits, same_tensors
 from upscalers.request import VerificationError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -40,13 +33,11 @@ WITHOUT_NUMBERS = "rms_norm_eps|bytes|bit"
 
 
 def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of everything inside nested lists and dictionaries."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [inner for key, each in items for inner in ((*path, key), *paths_in(each, (*path, key)))]
 
 
 def changed(document: Any, path: tuple[Any, ...], key: Any, value: Any) -> Any:
-    """A copy of a document with `key` set next to what stands at a path, or taken out where the value is `...`."""
     document = parent = json.loads(json.dumps(document))
     for each in path[:-1]:
         parent = parent[each]
@@ -69,7 +60,6 @@ def edit(document: Any, rng: random.Random) -> tuple[Any, str]:
 
 
 def pick(folder: Path, rng: random.Random, pattern: str) -> tuple[Path, bytes, int]:
-    """A file of the folder, what it holds, and the length of its header, were it one of safetensors."""
     path = rng.choice(sorted(file for file in folder.glob(pattern) if file.is_file()))
     content = path.read_bytes()
     return path, content, int.from_bytes(content[:8], "little")
@@ -104,7 +94,6 @@ def damage_file(folder: Path, rng: random.Random) -> str:
 
 
 def edit_json(folder: Path, rng: random.Random) -> str:
-    """Edit a JSON file, or the header of weights."""
     path, content, length = pick(folder, rng, rng.choice(["config.json", "*.json", "*.safetensors"]))
     if path.suffix == ".safetensors":
         header, done = edit(json.loads(content[8 : 8 + length]), rng)
@@ -118,7 +107,6 @@ def edit_json(folder: Path, rng: random.Random) -> str:
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """A single-file and two sharded bases of different families."""
     folder, layers = tmp_path_factory.mktemp("sound"), {"num_hidden_layers": 2}
     return [
         save_base(folder / "llama", "llama", max_shard_size="60KB", **layers),
@@ -157,7 +145,7 @@ def test_damaged_base_is_refused_or_equalled(bases, tmp_path, damage, seed):
 @pytest.mark.parametrize("cases", by_default([30], [30, 200]))
 def test_damaged_record_strips_or_is_refused(tmp_path, cases):
     base = save_base(tmp_path / "base", num_hidden_layers=2)
-    model = unverified(base, tmp_path / "out", options=SMALL_MEMORY)
+    model = unverified(base, tmp_path / "out")
     entry = config_of(model)["upscale"]
     damaged = [path for path in paths_in(entry) if path[0] != "base_config" or path[-1] == "num_hidden_layers"]
     for path, value in random.Random(0).sample(list(itertools.product(damaged, VALUES)), cases):

@@ -7,14 +7,14 @@ import shutil
 
 import pytest
 
-from tests.upscalers.checkpoints import REQUEST, SMALL, Recorder, file_digests, unverified
+from tests.upscalers.checkpoints import REQUEST, SMALL, Recorder, unverified
+from tests.upscalers.contents import file_digests
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import CheckpointFolder
 
 
 def text(mark):
-    """A config that has our entry."""
     return json.dumps({"mark": mark, "upscale": {"method": mark, "plan": [], "base_config": {}, "new_layers": []}})
 
 
@@ -35,8 +35,7 @@ def write(output, mark="new", **kwargs):
 
 def test_failed_commit_restores_the_old_checkpoint(tmp_path, monkeypatch):
     checkpoint(tmp_path / "out")
-    rename = os.rename
-    folder = CheckpointFolder(tmp_path / "out", overwrite=True)
+    rename, folder = os.rename, CheckpointFolder(tmp_path / "out", overwrite=True)
 
     def full_disk(source, target, **_):
         if os.fspath(source).endswith("-partial") and os.fspath(target).endswith("out"):
@@ -47,8 +46,7 @@ def test_failed_commit_restores_the_old_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", full_disk)
     with pytest.raises(OSError, match="No space left"), folder.writing() as partial:
         (partial / "config.json").write_text(text("new"))
-    assert names(tmp_path) == ["out"]
-    assert (tmp_path / "out" / "config.json").read_text() == text("old")
+    assert names(tmp_path) == ["out"] and (tmp_path / "out" / "config.json").read_text() == text("old")
 
 
 def test_output_inside_or_around_the_base_is_refused(tmp_path, monkeypatch):
@@ -97,8 +95,7 @@ def test_leftovers_of_a_killed_run_count_as_space(tmp_path, monkeypatch, base):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 0))
     before = file_digests(base)
     unverified(base, tmp_path / "out")
-    assert names(tmp_path) == ["out"]
-    assert file_digests(base) == before
+    assert names(tmp_path) == ["out"] and file_digests(base) == before
 
 
 def test_second_run_to_a_locked_output_is_refused(tmp_path, base):
@@ -122,7 +119,6 @@ def test_output_link_is_followed(tmp_path):
 
 
 def project(folder, config="{}"):
-    """A person's work, with a `config.json` of its own."""
     for name in (".git", "src/deep"):
         (folder / name).mkdir(parents=True)
     for name in (".git/HEAD", "src/main.py", "src/deep/x.py", "notes.txt", "README.md"):
@@ -135,14 +131,11 @@ NOT_OURS = "was not written by upscale or strip, .*Choose another folder, or rem
 FOREIGN = "contains files that no checkpoint has, .* delete: .git/HEAD, deep/mine, notes.txt, src/deep/x.py and 2 more; .*Move it"
 
 
-@pytest.mark.parametrize(
-    ("config", "record", "message"),
-    [
-        *((config, None, NOT_OURS) for config in ("{}", "no JSON", "[]", '{"upscale": true}')),
-        *(("{}", record, NOT_OURS) for record in ("no JSON", '{"midus_hf": "0.1.0"}', "[]")),
-        (text("ours"), None, FOREIGN),
-    ],
-)
+@pytest.mark.parametrize(("config", "record", "message"), [
+    *((config, None, NOT_OURS) for config in ("{}", "no JSON", "[]", '{"upscale": true}')),
+    *(("{}", record, NOT_OURS) for record in ("no JSON", '{"midus_hf": "0.1.0"}', "[]")),
+    (text("ours"), None, FOREIGN),
+])  # fmt: skip
 def test_foreign_folder_is_not_replaced(tmp_path, config, record, message):
     output = project(tmp_path / "project", config)
     if record is not None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from midus_hf.memories.registry import MEMORY_TYPES
-from tests.upscalers.checkpoints import load, logits, save_base
+from tests.upscalers.checkpoints import save_base
+from tests.upscalers.contents import load, logits
 from upscalers.edits.checkpoint_edit import files_without_banks
 from upscalers.methods.contract import METHODS
 from upscalers.runs.inspection import inspect_checkpoint
@@ -22,9 +23,7 @@ def offset():
     del METHODS["offset"], MEMORY_TYPES["offset"]
 
 
-@pytest.fixture
-def made(tmp_path):
-    """The folder of a base, and that of a model with the memory whose vector is not zero."""
+def test_plugin_bank_travels_with_its_checkpoint(tmp_path):
     base = save_base(tmp_path / "base")
     report = upscale(base=base, method="offset", output=tmp_path / "at_first", options={"layers": [1]})
     assert report.identity.max_abs_diff == 0.0 and report.parameters.bank == 32
@@ -36,11 +35,7 @@ def made(tmp_path):
         model.push_to_hub("me/offset")
     model.save_pretrained(tmp_path / "made")
     (tmp_path / "made" / "upscale.json").write_bytes((tmp_path / "at_first" / "upscale.json").read_bytes())
-    return base, tmp_path / "made"
-
-
-def test_plugin_bank_travels_with_its_checkpoint(made, tmp_path):
-    base, model = made
+    model, options = tmp_path / "made", {"layers": [1]}
     content = (model / FILE).read_bytes()
     assert not torch.equal(logits(model), logits(base))
     upscale(base=model, method="llama-pro", output=tmp_path / "deeper", num_new_layers=1)
@@ -53,11 +48,6 @@ def test_plugin_bank_travels_with_its_checkpoint(made, tmp_path):
     assert torch.equal(logits(tmp_path / "base_again"), logits(base))
     assert inspect_checkpoint(model)["parameters"]["bank"] == 32
     assert model / FILE not in files_without_banks(model)
-
-
-def test_plugin_bank_may_be_replaced_and_nothing_else(made, tmp_path):
-    base, model = made
-    options = {"layers": [1]}
     upscale(base=base, method="offset", output=model, options=options, overwrite=True)
     (model / "memory_bank" / "offset" / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"files that no checkpoint has, .*: memory_bank/offset/notes.txt; expected"):

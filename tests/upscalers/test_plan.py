@@ -26,7 +26,6 @@ DEFINED = {
     "bottom-heavy": (lambda L, K: K <= L, lambda L, K: range(K)),
 }
 POLICIES = st.sampled_from(sorted(DEFINED))
-
 get_method("solar")
 # Methods that insert layers where a placement says, and their own placement.
 INSERTING = {
@@ -92,8 +91,7 @@ def test_stack_has_the_layers_of_its_ranges(layers):
 @st.composite
 def insertions(draw) -> tuple[int, list[int]]:
     """A number of base layers, and indices to insert at."""
-    num_layers = draw(st.integers(1, 30))
-    num_new_layers = draw(st.integers(0, 20))
+    num_layers, num_new_layers = draw(st.integers(1, 30)), draw(st.integers(0, 20))
     total = num_layers + num_new_layers
     return num_layers, sorted(draw(st.permutations(range(total)))[:num_new_layers])
 
@@ -130,23 +128,19 @@ FOLLOWING = [
      {"memory": [{"type": "midus-hml", "layers": [2, 5], "n": 4, "k": 2}]}),
 ]  # fmt: skip
 # What has nothing to do with layers.
-KEPT = {
+KEPT: list[dict[str, Any]] = [{
     "rope_parameters": {"rope_type": "longrope", "long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0] * 4},
     "upscale": {"plan": [{"base": 0}] * 4, "base_config": {"windows": [1, 2, 3, 4]}},
     "id2label": {"0": "a", "1": "b", "2": "c"},
     "eos_token_id": [1, 2, 3, 4],
-}
-NUMBERED = [("0", "4"), ("0", "9"), ("9",)]  # numbers that no layer has
+}]  # fmt: skip
+KEPT += [{"sizes": dict.fromkeys(numbers, 8)} for numbers in (("0", "4"), ("0", "9"), ("9",))]  # which no layer has
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [*FOLLOWING, (KEPT, KEPT), *(({"sizes": dict.fromkeys(n, 8)}, {"sizes": dict.fromkeys(n, 8)}) for n in NUMBERED)],
-)
+@pytest.mark.parametrize(("changes", "expected"), [*FOLLOWING, *((kept, kept) for kept in KEPT)])
 def test_config_follows_the_plan(changes, expected):
     config = {**tiny_config("llama"), **copy.deepcopy(changes)}
-    before = copy.deepcopy(config)
-    result = followed(config, [1, 4])
+    before, result = copy.deepcopy(config), followed(config, [1, 4])
     assert {key: result[key] for key in expected} == expected and result["num_hidden_layers"] == 6
     assert config == before
 

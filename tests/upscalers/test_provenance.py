@@ -14,19 +14,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 import midus_hf
 from midus_hf.models.families import HEAD_KINDS
 from midus_hf.version import __version__
-from tests.upscalers.checkpoints import (
-    MEMORY_OPTIONS,
-    REQUEST,
-    config_of,
-    edit_config,
-    load,
-    read_tensors,
-    recipe_of,
-    record_of,
-    save_base,
-    unverified,
-    with_memory,
-)
+from tests.upscalers.checkpoints import MEMORY_OPTIONS, REQUEST, edit_config, save_base, unverified, with_memory
+from tests.upscalers.contents import config_of, load, read_tensors, recipe_of, record_of
 from tests.upscalers.hub_server import Repository, files_of
 from upscalers.runs.inspection import inspect_code
 from upscalers.runs.upscale import upscale
@@ -122,7 +111,6 @@ extra_gated_prompt: Say yes.
 ---
 # The base's own words
 """
-
 NEW_TAGS = ["midus-hf", "midus-hml", "upscaled"]
 PLAIN = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": NEW_TAGS}
 
@@ -149,9 +137,7 @@ def metadata_from(base, command, tmp_path):
 LINK = "https://example.org/licence"
 CARRIED = {"license": "other", "license_name": "qwen-research", "license_link": LINK, "language": ["en", "no"]}
 CARRIED |= {"base_model": "org/first", "base_model_relation": "finetune"}
-SEVERAL = (
-    "license: [mit, apache-2.0]\nbase_model: [org/a, /tmp/checkpoint, org/b]\nlanguage: en\nmodel-index:\n- broken"
-)
+SEVERAL = "license: [mit, apache-2.0]\nbase_model: [org/a, /tmp/other, org/b]\nlanguage: en\nmodel-index:\n- broken"
 WRONG_TYPES = "---\nlicense:\nlanguage: [3, {a: b}]\ntags: [7]\n---\n"
 # The base's card, the metadata that the result's card has in addition, and its licence, or how a warning ends.
 CARDS = [
@@ -164,13 +150,18 @@ CARDS = [
 ]  # fmt: skip
 
 
-def test_card_keeps_licence_languages_and_base(metadata_from):
+def test_card_keeps_licence_languages_and_base(metadata_from, tmp_path):
     for card, carried, told in CARDS:
         metadata, text, warned = metadata_from(card)
         assert metadata == {**PLAIN, **carried}, card
         assert ("## Licence" in text, warned != "") == (bool(carried), told is not None and not carried), card
         assert told is None or told in (text if carried else " ".join(warned.split())), card
         assert "The base's own words" not in text
+    metadata_from(CARD)
+    unverified(tmp_path / "out", tmp_path / "again", method="midus-pkm")
+    metadata = ModelCard.load(tmp_path / "again" / "README.md").data
+    assert (metadata.license_name, metadata.base_model) == ("qwen-research", "org/first")
+    assert metadata.tags == ["midus-hf", "midus-pkm", "upscaled"]
 
 
 def test_card_names_and_links_a_base_on_the_hub(hub, base, command, tmp_path):
@@ -184,14 +175,6 @@ def test_card_names_and_links_a_base_on_the_hub(hub, base, command, tmp_path):
         there = f"https://huggingface.co/org/base/blob/{repository.revision}/{licence}"
         assert metadata.license_link == (licence if further else there)
     assert (tmp_path / "out" / "LICENSE").read_text() == "terms"
-
-
-def test_second_upscaling_keeps_licence_and_base(metadata_from, tmp_path):
-    metadata_from(CARD)
-    unverified(tmp_path / "out", tmp_path / "again", method="midus-pkm")
-    metadata = ModelCard.load(tmp_path / "again" / "README.md").data
-    assert (metadata.license_name, metadata.base_model) == ("qwen-research", "org/first")
-    assert metadata.tags == ["midus-hf", "midus-pkm", "upscaled"]
 
 
 @pytest.mark.parametrize("method", ["midus-hml", "llama-pro"])
@@ -224,5 +207,4 @@ def test_changed_code_is_reported(tmp_path, command):
         assert inspect_code(model)["as_generated"] is False
         assert line in " ".join(command("inspect", model).out.split())
     code.unlink()
-    assert inspect_code(model) is None
-    assert "carried code" not in command("inspect", model).out
+    assert inspect_code(model) is None and "carried code" not in command("inspect", model).out

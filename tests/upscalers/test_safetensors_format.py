@@ -11,22 +11,19 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tests.upscalers.checkpoints import Recorder, read_tensors
+from tests.upscalers.checkpoints import Recorder
+from tests.upscalers.contents import read_tensors
 from upscalers.checkpoint.safetensors_format import copy_bytes, layout, read_header, write_all
 from upscalers.request import Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Initialise, RowRange, Rows
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+TENSORS = st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=3).map(tuple))
 
 
 @settings(max_examples=60)
-@given(
-    st.dictionaries(
-        st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES), min_size=1, max_size=6
-    )
-)
+@given(st.dictionaries(st.text(min_size=1, max_size=8), TENSORS, min_size=1, max_size=6))
 def test_files_equal_those_of_safetensors(tmp_path_factory, tensors):
     tensors = {name: value for name, value in tensors.items() if name != "__metadata__"}
     folder = tmp_path_factory.mktemp("container")
@@ -38,8 +35,7 @@ def test_files_equal_those_of_safetensors(tmp_path_factory, tensors):
             write_all(file.fileno(), memoryview(value.flatten().view(torch.uint8).numpy()), starts[name])
     save_file(values, folder / "theirs")
     for name, value in load_file(folder / "ours").items():
-        assert torch.equal(value, values[name])
-        assert starts[name] % value.element_size() == 0
+        assert torch.equal(value, values[name]) and starts[name] % value.element_size() == 0
     read = read_header(folder / "theirs")
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in read.items()} == tensors
     assert read_header(folder / "ours").keys() == values.keys()
@@ -63,9 +59,7 @@ def test_unsound_file_is_refused(tmp_path, case):
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     is_whole_file = case in ("no bytes", "length beyond the file")
     path.write_bytes(encoded if is_whole_file else struct.pack("<Q", len(encoded)) + encoded + bytes(8))
-    with pytest.raises(
-        ValueError, match=r"model.safetensors is not a valid .*header.*; it may be truncated\. Download"
-    ):
+    with pytest.raises(ValueError, match=r"model.safetensors is not .*header.*; it may be truncated\. Download"):
         read_header(path)
     with pytest.raises((SafetensorError, OverflowError)):
         load_file(path)
@@ -129,10 +123,8 @@ def test_recipes_write_their_tensors(tmp_path, monkeypatch, scan, chunk):
     (tmp_path / "out").mkdir()
     progress = Recorder()
     writer = CheckpointWriter(read_header(tmp_path / "source.safetensors"), scan=scan, progress=progress)
-    written = writer.write(tmp_path / "out", split_shards(outputs, 200))
-    results = read_tensors(tmp_path / "out")
-    assert torch.equal(Rows((5, 3), RANGES).build(sources.__getitem__), rows)
-    assert results.keys() == cases.keys()
+    written, results = writer.write(tmp_path / "out", split_shards(outputs, 200)), read_tensors(tmp_path / "out")
+    assert torch.equal(Rows((5, 3), RANGES).build(sources.__getitem__), rows) and results.keys() == cases.keys()
     assert all(torch.equal(results[name], value) for name, (_, _, value) in cases.items())
     ((_, announced, told),) = progress.stages
     assert announced == sum(told) == sum(value.nbytes for _, _, value in cases.values())

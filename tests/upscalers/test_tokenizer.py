@@ -12,16 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.upscalers.checkpoints import (
-    RECORD,
-    REQUEST,
-    Recorder,
-    edit_config,
-    file_digests,
-    save_base,
-    tensor_files,
-    unverified,
-)
+from tests.upscalers.checkpoints import RECORD, REQUEST, Recorder, edit_config, save_base, unverified
+from tests.upscalers.contents import file_digests
 from upscalers.checkpoint.source import Source
 from upscalers.checkpoint.tokenizer import keep_tokenizer, name_processors
 from upscalers.edits.checkpoint_edit import shuffle
@@ -45,12 +37,10 @@ def save_tokenizer(folder, tokenizer_class: str | None) -> None:
 
 CLASSES = [None, "PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer"]
 OF_FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+USUAL = [*taking_turns(CLASSES, OF_FAMILIES), (None, "qwen2")]
 
 
-@pytest.mark.parametrize(
-    ("tokenizer_class", "of_family"),
-    by_default([*taking_turns(CLASSES, OF_FAMILIES), (None, "qwen2")], itertools.product(CLASSES, OF_FAMILIES)),
-)
+@pytest.mark.parametrize(("tokenizer_class", "of_family"), by_default(USUAL, itertools.product(CLASSES, OF_FAMILIES)))
 def test_tokenizer_reads_as_before(tmp_path, of_family, tokenizer_class):
     base, out = save_base(tmp_path / "base", of_family), tmp_path / "out"
     save_tokenizer(base, tokenizer_class)
@@ -63,24 +53,21 @@ def test_tokenizer_reads_as_before(tmp_path, of_family, tokenizer_class):
 
 
 def assert_reads_alike(base, other):
-    """Two folders' tokenizers are of one class and read alike."""
     before, after = AutoTokenizer.from_pretrained(base), AutoTokenizer.from_pretrained(other)
     assert type(after) is type(before) and after(TEXT).input_ids == before(TEXT).input_ids
 
 
 def assert_strips(out, base, folder):
-    """The stripped model has each file of the base."""
     strip(out, folder / "stripped")
     assert file_digests(folder / "stripped", without=RECORD) == file_digests(base)
 
 
 # Types with a class of their own, without one, and those whose files Transformers corrects.
 SOME_TYPES = ("qwen2", "phi3", "olmo2", "gpt_neox", "minimax_m2")
+EVERY_TYPE = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,)
 
 
-@pytest.mark.parametrize(
-    "types", by_default([SOME_TYPES], [SOME_TYPES, (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,)]), ids=len
-)
+@pytest.mark.parametrize("types", by_default([SOME_TYPES], [SOME_TYPES, EVERY_TYPE]), ids=len)
 def test_types_keep_their_tokenizers(types, tmp_path):
     """Transformers names a class for each type, and corrects what files of some types name."""
     changed, base, out = {}, tmp_path / "base", tmp_path / "out"
@@ -175,8 +162,7 @@ def test_processors_stay_those_of_the_base(tmp_path, command):
     (base / name).write_text('{"size": {"shortest_edge": 28}}')
     done = command("--base", base, *REQUEST[:2], "--output", out, *REQUEST[4:])
     assert done.status == 0 and f"{name} names LlavaProcessor and LlavaImageProcessor, which" in done.err
-    made = (out / name).read_bytes()
-    named = {"processor_class": "LlavaProcessor", "size": {"shortest_edge": 28}}
+    made, named = (out / name).read_bytes(), {"processor_class": "LlavaProcessor", "size": {"shortest_edge": 28}}
     assert json.loads(made).items() >= named.items()
     for auto in (AutoImageProcessor, AutoProcessor):
         before, after = auto.from_pretrained(base), auto.from_pretrained(out)
@@ -224,10 +210,8 @@ def test_tokenizer_code_is_copied_and_never_run(tmp_path, command, monkeypatch):
 
 def test_git_lfs_pointers_are_refused(tmp_path, command, refused):
     base = save_base(tmp_path / "base", max_shard_size="30KB")
-    for name in ("tokenizer.json", "generation_config.json", tensor_files(base)[1].name):
+    for name in ("tokenizer.json", "generation_config.json", "model-00002-of-00010.safetensors"):
         (base / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 17477929\n")
         done = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out")
-        refused(
-            done, f"{name} of {base} is a Git LFS pointer, not the file; expected what git-lfs downloads", ["base"]
-        )
+        refused(done, f"{name} of {base} is a Git LFS pointer, not the file; expected what git-lfs", ["base"])
         (base / name).unlink()

@@ -16,17 +16,11 @@ from upscalers.runs.upscale import upscale
 
 # Keyword arguments of `upscale` by method. All keep every layer of a base of four as it was.
 REQUESTS: dict[str, dict[str, Any]] = {
-    "solar": {},
-    "llama-pro": {},
-    "avg-deus": {},
-    "lesa": {"options": {"epochs": 1}},
-    "opt-deus": {},
+    "solar": {}, "llama-pro": {}, "avg-deus": {}, "lesa": {"options": {"epochs": 1}}, "opt-deus": {},
     "stack": {"options": {"layers": ["0-1", "0-3", 2]}},
-}
-
+}  # fmt: skip
 # Methods with the option `identity`, and its default.
 PROMISING = {"llama-pro": "auto", "opt-deus": "auto", "lesa": "none", "avg-deus": "none"}
-
 # Families with norms after attention and feed-forward network.
 OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")
 
@@ -37,13 +31,11 @@ def upscaled(base: Path, output: Path, method: str, verify: bool = False, **chan
 
 
 def known(config: dict[str, Any]) -> BaseCheckpoint:
-    """A base with only a config."""
     family = family_of(config)
     return BaseCheckpoint(Path(), config, family, layout_of(config), {})
 
 
 def planned(config: dict[str, Any], method: str, num_new_layers=None, placement=None, **options: Any) -> Plan:
-    """The method's plan for a base with only a config."""
     chosen = get_method(method)
     return chosen(parse_options(chosen.options_class, options, method)).plan(known(config), num_new_layers, placement)
 
@@ -56,5 +48,4 @@ def upscaled_config(config: dict[str, Any], method: str, options=None, **place: 
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
-    """The raw config of a tiny model."""
     return NATIVE_FAMILIES[family].config(**changes).to_dict()

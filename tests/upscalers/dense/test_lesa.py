@@ -1,6 +1,7 @@
-"""LESA predicts layers that can be predicted, and says where they cannot be."""
+"""LESA predicts layers that can be predicted, and says where they cannot be; its basis is a singular value decomposition."""
 
 import dataclasses
+import itertools
 import math
 import re
 import shutil
@@ -9,16 +10,18 @@ import signal
 import pytest
 import torch
 from tiny import NUM_LAYERS
+from torch import nn
 
-from tests.upscalers.checkpoints import Recorder, layer, read_tensors, record_of, save_base, write_tensors
+from tests.upscalers.checkpoints import Recorder, save_base, write_tensors
+from tests.upscalers.contents import layer, read_tensors, record_of
 from tests.upscalers.dense import requests
 from tests.upscalers.dense.requests import known
 from upscalers.architecture.layer_tensors import Projection
 from upscalers.methods.contract import get_method
-from upscalers.methods.lesa import MatrixPrediction
+from upscalers.methods.lesa import LesaOptions, MatrixPrediction
 from upscalers.request import parse_options
 from upscalers.tensors import layer_predictor
-from upscalers.tensors.layer_predictor import new_predictor
+from upscalers.tensors.layer_predictor import RowFile, new_predictor, predict, shared_basis, train_predictor
 from upscalers.tensors.recipes import Scratch, tensor_seed
 
 LAYERS, SIZE = 16, 64
@@ -38,7 +41,6 @@ def turning(angle: float) -> list[torch.Tensor]:
 
 
 def predicted(layers, tmp_path, gaps=GAPS, seed=0, **options):
-    """The new matrices by index, and what was measured."""
     config = {"vocab_size": 16, "hidden_size": SIZE, "intermediate_size": SIZE, "num_attention_heads": 4}
     stored = {f"model.layers.{index}.{QUERY}": matrix for index, matrix in enumerate(layers)}
     base = known({"model_type": "llama", "num_hidden_layers": len(layers), **config})
@@ -46,8 +48,7 @@ def predicted(layers, tmp_path, gaps=GAPS, seed=0, **options):
     chosen = parse_options(get_method("lesa").options_class, options, "lesa")
     solver = MatrixPrediction(base, Projection("query", QUERY, tuple(layers[0].shape)), gaps, seed, chosen)
     made = dict(solver.solve(Scratch(stored.__getitem__, tmp_path, recorder)))
-    assert recorder.balanced and len(recorder.stages) == 1
-    assert not any(tmp_path.iterdir())
+    assert recorder.balanced and len(recorder.stages) == 1 and not any(tmp_path.iterdir())
     return {int(index): matrix for index, matrix in made.items()}, {row["layer"]: row for row in solver.measurements}
 
 
@@ -61,7 +62,6 @@ def test_prediction_equals_the_published_equations(tmp_path):
     parts = [part.float() for part in vt.split(20, dim=1)]
     options = {"epochs": 4, "batch_size": 1000, "hidden_size": 32, "learning_rate": 1e-2, "norm_weight": 5e-4}
     made, _ = predicted([layer.float() for layer in layers], tmp_path, {2: (1, 2)}, seed=5, **options)
-
     seed = tensor_seed(5, f"lesa:{QUERY}")
     network = new_predictor(20, 32, torch.Generator().manual_seed(seed))
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.01)
@@ -97,29 +97,26 @@ def test_matrix_of_zeros_in_every_layer_is_refused(tmp_path):
     made, rows = predicted(layers, tmp_path, {3: (2, 3), 4: (3, 4)})
     assert all(matrix.isfinite().all() and matrix.any() for matrix in made.values())
     assert all(math.isfinite(value) for row in rows.values() for value in row.values() if not isinstance(value, str))
-    with pytest.raises(
-        ValueError, match=r"q_proj.weight and its counterparts are zero in every layer; lesa has nothing"
-    ):
+    with pytest.raises(ValueError, match=r"q_proj.weight .* are zero in every layer; lesa has nothing"):
         predicted([torch.zeros(SIZE, SIZE)] * 4, tmp_path, {2: (1, 2)})
 
 
 HIDDEN_NORMS = tuple(f"{name}.weight" for name in (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 ))  # fmt: skip
-
 ROLES = ["query", "key", "value", "output_projection", "gate", "up", "down"]
 COLUMNS = ["norm_ratio", "cosine_to_mean", "directions_left_out", "seconds"]
 
 
 def upscaled(base, output, **options):
-    """The report, and what was told meanwhile."""
     recorder, options = Recorder(), {"epochs": 1} | options
     return requests.upscaled(base, output, "lesa", num_new_layers=2, options=options, progress=recorder), recorder
 
 
-@pytest.mark.parametrize(
-    ("norm_init", "family"), [("layer0", "olmo2"), ("previous", "qwen2"), ("next", "gemma3"), ("mean", "mistral")]
-)
+INITS = {"layer0": "olmo2", "previous": "qwen2", "next": "gemma3", "mean": "mistral"}
+
+
+@pytest.mark.parametrize(("norm_init", "family"), INITS.items())
 def test_norm_init_selects_the_source(norm_init, family, shared_base, tmp_path):
     base = shared_base(family)
     report, recorder = upscaled(base, tmp_path / "out", norm_init=norm_init)
@@ -170,14 +167,8 @@ def test_lesa_defaults_are_those_of_the_release(tmp_path):
     assert report.num_layers == 5 and len(report.measurements) == 14
     made = layer(read_tensors(tmp_path / "out"), report.new_layer_indices[-1])
     assert made["self_attn.o_proj.weight"].any() and made["mlp.down_proj.weight"].any()
-    released = {
-        "norm_init": "layer0",
-        "identity": "none",
-        "norm_weight": 5e-4,
-        "learning_rate": 1e-3,
-        "batch_size": 64,
-    }
-    released |= {"hidden_size": 256, "weight_decay": 0.01, "neighbours": "adjacent"}
+    released = {"norm_init": "layer0", "identity": "none", "norm_weight": 5e-4, "learning_rate": 1e-3}
+    released |= {"batch_size": 64, "hidden_size": 256, "weight_decay": 0.01, "neighbours": "adjacent"}
     assert record_of(tmp_path / "out")["options"].items() >= released.items()
 
 
@@ -185,8 +176,7 @@ def test_lesa_scratch_space_is_checked_first(base, tmp_path, command, refused, m
     usual = ("--base", base, *request(), "--no-verify")
     written = command(*usual, "--dry-run", "--json").json()["bytes"]["written"]
     matrices = [tensor for name, tensor in read_tensors(base).items() if ".layers." in name and tensor.dim() == 2]
-    coordinates = 4 * sum(matrix.numel() for matrix in matrices)
-    usage = shutil.disk_usage(tmp_path)
+    coordinates, usage = 4 * sum(matrix.numel() for matrix in matrices), shutil.disk_usage(tmp_path)
     for room in (coordinates // 2, coordinates):
         free = usage._replace(free=written + room + 64_000_000)
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: free)
@@ -254,3 +244,116 @@ def test_stopped_solver_leaves_nothing(stop, base, tmp_path, command, monkeypatc
     message = "failed: OutOfMemoryError: no memory left" if stop else "interrupted"
     assert (done.status, done.err.splitlines()[0]) == (1 if stop else 130, f"upscale: {message}")
     assert not any(tmp_path.iterdir())
+
+
+ROWS, STORED, WIDTH = 10, 6, 8
+
+
+@pytest.fixture
+def rows(tmp_path):
+    stored = torch.randn(ROWS, STORED, WIDTH, generator=torch.Generator().manual_seed(0)) / STORED**0.5
+    with RowFile(tmp_path / "rows", ROWS, STORED, WIDTH) as file:
+        for layer in range(STORED):
+            file.write_layer(layer, stored[:, layer])
+        yield file, stored
+
+
+def test_epochs_see_every_sample_once(rows, monkeypatch):
+    file, _ = rows
+    batches, read, steps = [], file.read, []
+
+    def watched(places, num_layers):
+        assert num_layers == 3
+        batches.append(list(places))
+        return read(places, num_layers)
+
+    monkeypatch.setattr(file, "read", watched)
+    options = LesaOptions(hidden_size=32, epochs=3, batch_size=16)
+    train_predictor(file, torch.Generator().manual_seed(0), options, lambda: steps.append(1))
+    assert len(steps) == len(batches) == 3 * math.ceil(ROWS * 4 / 16) and {len(batch) for batch in batches} == {16, 8}
+    samples = [*itertools.chain(*batches)]
+    everything = [(row, first) for row in range(ROWS) for first in range(STORED - 2)]
+    epochs = [samples[start : start + len(everything)] for start in range(0, len(samples), len(everything))]
+    assert all(sorted(epoch) == everything for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, everything]}) == 4
+
+
+def test_weights_start_as_in_torch():
+    predictor = new_predictor(600, 256, torch.Generator().manual_seed(0))
+    for linear in (module for module in predictor.modules() if isinstance(module, nn.Linear)):
+        bound = 1 / math.sqrt(linear.in_features)
+        for made in (linear.weight, linear.bias):
+            assert 0.95 * bound < made.abs().max() <= bound
+            assert made.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
+            assert abs(made.mean().item()) < 0.15 * bound
+
+
+def test_rows_are_predicted_from_both_neighbours(tmp_path):
+    num_rows = 2500  # more than are predicted at once
+    stored = torch.randn(num_rows, 3, 4, generator=torch.Generator().manual_seed(0))
+    predictor = new_predictor(4, 16, torch.Generator().manual_seed(0))
+    with RowFile(tmp_path / "rows", num_rows, 3, 4) as file:
+        for layer in range(3):
+            file.write_layer(layer, stored[:, layer])
+        for previous, following in ((0, 1), (1, 2), (2, 0)):
+            actual = predict(predictor, file, previous, following, "cpu")
+            expected = predictor(torch.cat([stored[:, previous], stored[:, following]], dim=1))
+            torch.testing.assert_close(actual, expected)
+            assert not actual.requires_grad
+
+
+def layers(count: int = 5, out: int = 12, width: int = 20, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(out, width, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def basis_of(matrices):
+    return shared_basis(len(matrices), lambda layer: matrices[layer], lambda: None)
+
+
+@pytest.mark.parametrize(("count", "out", "width"), [(5, 12, 20), (3, 30, 10), (3, 40, 7)])
+def test_shared_basis_equals_the_svd(count, out, width):
+    matrices = layers(count, out, width)
+    joined = torch.cat(matrices, dim=1)
+    u, s, vt = torch.linalg.svd(joined, full_matrices=False)
+    basis = basis_of(matrices)
+    assert basis.vectors.shape == u.shape and basis.num_left_out == 0
+    torch.testing.assert_close(basis.values, s, rtol=1e-7, atol=0)
+    signs = (u * basis.vectors).sum(0).sign()
+    torch.testing.assert_close(basis.vectors, u * signs, rtol=0, atol=1e-7)
+    for number, matrix in enumerate(matrices):
+        coordinates = basis.coordinates(matrix)
+        expected = signs[:, None] * vt[:, number * width : (number + 1) * width]
+        torch.testing.assert_close(coordinates, expected, rtol=0, atol=1e-7)
+        torch.testing.assert_close(basis.matrix(coordinates), matrix, rtol=0, atol=1e-12)
+    rows = torch.cat([basis.coordinates(matrix) for matrix in matrices], dim=1)
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(len(rows), dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 11])
+def test_missing_directions_are_left_out(rank):
+    generator = torch.Generator().manual_seed(1)
+    span = torch.randn(12, rank, generator=generator, dtype=torch.float64)
+    matrices = [span @ torch.randn(rank, 20, generator=generator, dtype=torch.float64) for _ in range(4)]
+    basis = basis_of(matrices)
+    assert (len(basis.values), basis.num_left_out) == (rank, 12 - rank)
+    for matrix in matrices:
+        coordinates = basis.coordinates(matrix)
+        assert coordinates.abs().max() <= 1 + 1e-9
+        torch.testing.assert_close(basis.matrix(coordinates), matrix, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("share", "kept"), [(3e-6, True), (3e-7, False)])
+def test_singular_guard_is_a_millionth(share, kept):
+    matrices = layers(out=6, width=8)
+    u, s, vt = torch.linalg.svd(torch.cat(matrices, dim=1), full_matrices=False)
+    s[-1] = share * s[0]
+    basis = basis_of(list(((u * s) @ vt).split(8, dim=1)))
+    assert basis.num_left_out == (0 if kept else 1)
+
+
+def test_short_row_file_is_an_error(tmp_path):
+    with RowFile(tmp_path / "rows", 2, 3, 4) as rows:
+        rows.write_layer(0, torch.ones(2, 4))
+        with pytest.raises(OSError, match="a temporary file ended early"):
+            rows.read([(1, 0)], 3)

@@ -9,18 +9,8 @@ from tiny import WINDOW, prompt
 
 from midus_hf.cli.upscale import RunRequest
 from midus_hf.config.yaml_options import read_mapping
-from tests.upscalers.checkpoints import (
-    SMALL,
-    Recorder,
-    layer,
-    load,
-    logits,
-    read_tensors,
-    same_bits,
-    same_tensors,
-    save_base,
-    write_tensors,
-)
+from tests.upscalers.checkpoints import SMALL, Recorder, save_base, write_tensors
+from tests.upscalers.contents import layer, load, logits, read_tensors, same_bits, same_tensors
 from tests.upscalers.dense.requests import (
     OUTPUT_NORMS,
     PROMISING,
@@ -79,17 +69,14 @@ def test_stack_in_another_order_strips(base, tmp_path):
 
 
 S, F = "sliding_attention", "full_attention"
-
 # Bases of six layers, with the types that transformers would derive from their other values.
 WITH_TYPES = {
     "gemma3": {"num_hidden_layers": 6, "layer_types": [S, S, F, S, S, F]},
     "gemma2": {"num_hidden_layers": 6, "layer_types": [S, F, S, F, S, F]},
     "qwen2": {"num_hidden_layers": 6, "max_window_layers": 3, "layer_types": [F, F, F, S, S, S]},
 }
-
 # What older files say instead of listing the types.
 DERIVED_FROM = {"gemma3": {"sliding_window_pattern": 3}}
-
 TYPES_OF_RESULTS = {
     ("gemma3", "solar"): [S, S, F, S, S, S, F, S, S, F],
     ("gemma3", "llama-pro"): [S, S, S, F, S, S, S, F, F, F],
@@ -137,28 +124,20 @@ def test_fusing_both_attention_types_is_warned_of(method, tmp_path):
         assert len(warned) == (fusing is not None) and all(re.match(fusing, warning) for warning in warned)
 
 
+BY_THREE = {"num_hidden_layers": 12, "sliding_window_pattern": 3}
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "num_hidden_layers": 6}
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "method", "moved"),
-    [
-        (
-            "gemma3",
-            {"num_hidden_layers": 12, "sliding_window_pattern": 3},
-            "llama-pro",
-            "8 of 18 layers .* gemma3_text",
-        ),
-        ("gemma2", {"num_hidden_layers": 5}, "solar", "4 of 8 layers .* gemma2"),
-        ("qwen2", WINDOWED, "solar", "2 of 10 layers .* qwen2"),
-        ("gemma2", {"num_hidden_layers": 5}, "midus-hml", None),
-        ("gemma2", {"layer_types": [F, S, S, S]}, "llama-pro", None),
-    ],
-)
+@pytest.mark.parametrize(("family", "changes", "method", "moved"), [
+    ("gemma3", BY_THREE, "llama-pro", "8 of 18 layers .* gemma3_text"),
+    ("gemma2", {"num_hidden_layers": 5}, "solar", "4 of 8 layers .* gemma2"),
+    ("qwen2", WINDOWED, "solar", "2 of 10 layers .* qwen2"),
+    ("gemma2", {"num_hidden_layers": 5}, "midus-hml", None),
+    ("gemma2", {"layer_types": [F, S, S, S]}, "llama-pro", None),
+])  # fmt: skip
 def test_index_that_no_longer_implies_types_is_warned_of(family, changes, method, moved, tmp_path):
     """A runtime that goes by the index reads no model with memory, and misreads a base that lists other types already."""
-    progress = Recorder()
-    base = save_base(tmp_path / "base", family, **changes)
+    progress, base = Recorder(), save_base(tmp_path / "base", family, **changes)
     upscale(base=base, method=method, options=SMALL.get(method, {}), progress=progress, dry_run=True)
     warned = [warning for warning in progress.warnings if "another attention type" in warning]
     assert len(warned) == (moved is not None)
@@ -166,7 +145,6 @@ def test_index_that_no_longer_implies_types_is_warned_of(family, changes, method
 
 
 RECIPES = Path(__file__).parents[3] / "configs" / "upscale"
-
 # Of hierarchical memories `tests/training/test_recipes.py` has the recipes.
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("hier-"))
 
@@ -190,17 +168,13 @@ def coarsen(tensor):
     return ((tensor.double() * 512).round() / 512).to(tensor.dtype)
 
 
-@pytest.mark.parametrize(
-    ("family", "stored", "dtype"),
-    [
-        ("llama", torch.float32, "auto"),
-        ("gemma3", torch.bfloat16, "auto"),
-        ("olmo2", torch.float16, "auto"),
-        ("llama", torch.float64, "float32"),
-        ("llama", torch.float64, "bfloat16"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "stored", "dtype"), [
+    ("llama", torch.float32, "auto"),
+    ("gemma3", torch.bfloat16, "auto"),
+    ("olmo2", torch.float16, "auto"),
+    ("llama", torch.float64, "float32"),
+    ("llama", torch.float64, "bfloat16"),
+], ids=str)  # fmt: skip
 def test_mean_is_rounded_once(family, stored, dtype, tmp_path):
     base = save_base(tmp_path / "base", family, stored)
     change = fine if stored == torch.float64 else coarsen
@@ -258,13 +232,11 @@ def test_combine_computes_in_the_finest_dtype():
 PROJECTIONS = {"self_attn.o_proj", "mlp.down_proj"}
 # What is zero at first in families without and with norms after them, and only that has a gradient in the first step.
 GAINS = {"post_attention_layernorm", "post_feedforward_layernorm"}
-
 # What one step of AdamW with learning rate 1e-4 from zero gains may change in a logit; measured are 4e-5 to 4e-4.
 LARGEST_STEP = 1e-2
 
 
 def new_model(base, output, method: str, **options):
-    """The upscaled model and the modules that are new in it."""
     upscaled(base, output, method, options=options)
     model = load(output)
     return model, [model.model.layers[index] for index in model.config.upscale["new_layers"]]
@@ -292,8 +264,7 @@ def test_first_step_trains_only_what_makes_the_identity(native_family, method, s
     assert all(with_gradient(block) == {f"{name}.weight" for name in first} for block in blocks)
     parameters = [parameter for block in blocks for parameter in block.parameters()]
     torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0).step()
-    with torch.no_grad():
-        change = (model(prompt()).logits - before).abs().max()
+    change = (model(prompt()).logits - before).abs().max()
     assert change > 0 and (native_family not in OUTPUT_NORMS or change < LARGEST_STEP)
     backward(model)
     assert all(with_gradient(block) == {name for name, _ in block.named_parameters()} for block in blocks)

@@ -1,5 +1,6 @@
-"""OpT-DeUS makes the blocks of its definition, written out plainly here, on every family and with every option."""
+"""OpT-DeUS makes the blocks of its definition, written out plainly here, by plans that are those of a loop."""
 
+import math
 import re
 from functools import cache
 from types import SimpleNamespace
@@ -9,13 +10,13 @@ import pytest
 import torch
 from pairs import in_turn
 
-from tests.upscalers.checkpoints import Recorder, config_of, layer, read_tensors, record_of, save_base, write_tensors
+from tests.upscalers.checkpoints import Recorder, save_base, write_tensors
+from tests.upscalers.contents import config_of, layer, read_tensors, record_of
 from tests.upscalers.dense.requests import upscaled
-from tests.upscalers.solvers.test_transport import barycentric, mean_of_sources, plan_by_loop
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.tensors.transport import assignment, sinkhorn
 
 Tensors = dict[str, torch.Tensor]
-
 PRE_NORM = ("llama", "qwen2", "qwen3", "mistral")
 # Families whose norms multiply by 1 + weight.
 UNIT_OFFSET = ("gemma2", "gemma3")
@@ -32,8 +33,7 @@ def block(family: str, first: Tensors, second: Tensors, **changes: Any) -> Tenso
     usual = {"solver": "sinkhorn", "plan_scale": "barycentric", "regularization": 0.06, "mlp_t_in": "o_proj"}
     settings = SimpleNamespace(**usual | {"identity": "auto"} | changes)
     first, second = ({name: tensor.double() for name, tensor in layer.items()} for layer in (first, second))
-    raw = settings.plan_scale == "raw"
-    made = {name: (first[name] + second[name]) / 2 for name in first}
+    raw, made = settings.plan_scale == "raw", {name: (first[name] + second[name]) / 2 for name in first}
 
     def plan(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if settings.solver == "hungarian":
@@ -43,7 +43,6 @@ def block(family: str, first: Tensors, second: Tensors, **changes: Any) -> Tenso
         return transport if raw else barycentric(transport)
 
     def fuse(name: str, source: torch.Tensor) -> torch.Tensor:
-        """Fuse a matrix and its bias, and return the plan."""
         t = plan(source, second[f"{name}.weight"])
         made[f"{name}.weight"] = (t.mT @ source + second[f"{name}.weight"]) / 2
         if f"{name}.bias" in first and not raw:
@@ -63,7 +62,6 @@ def block(family: str, first: Tensors, second: Tensors, **changes: Any) -> Tenso
     for name in ("mlp.gate_proj", "mlp.up_proj"):
         fuse(name, first[f"{name}.weight"] @ (t_o if settings.mlp_t_in == "o_proj" else t_r))
     fuse("mlp.down_proj", first["mlp.down_proj.weight"])
-
     if settings.identity == "zero_out_proj" or (settings.identity == "auto" and family in PRE_NORM):
         for name in made:
             if name.startswith(("self_attn.o_proj", "mlp.down_proj")):
@@ -79,8 +77,7 @@ def exact_plan(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     from scipy.optimize import linprog
     from scipy.sparse import eye, kron, vstack
 
-    n = len(source)
-    cost = (source[:, None] - target[None]).square().sum(-1).sqrt()
+    n, cost = len(source), (source[:, None] - target[None]).square().sum(-1).sqrt()
     ones, identity = torch.ones(1, n).numpy(), eye(n)
     marginals = vstack([kron(identity, ones), kron(ones, identity)])
     solution = linprog(cost.flatten().numpy(), A_eq=marginals, b_eq=torch.full((2 * n,), 1 / n).numpy())
@@ -89,15 +86,11 @@ def exact_plan(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 OPTIONS = {
-    "default": {},
-    "residual mean": {"mlp_t_in": "residual_mean"},
-    "raw residual mean": {"plan_scale": "raw", "mlp_t_in": "residual_mean"},
-    "raw": {"plan_scale": "raw"},
-    "no identity": {"identity": "none"},
-    "zero projections": {"identity": "zero_out_proj"},
-    "other regularization": {"regularization": 0.2},
-    "exact": {"solver": "hungarian", "identity": "none"},
-}
+    "default": {}, "residual mean": {"mlp_t_in": "residual_mean"},
+    "raw residual mean": {"plan_scale": "raw", "mlp_t_in": "residual_mean"}, "raw": {"plan_scale": "raw"},
+    "no identity": {"identity": "none"}, "zero projections": {"identity": "zero_out_proj"},
+    "other regularization": {"regularization": 0.2}, "exact": {"solver": "hungarian", "identity": "none"},
+}  # fmt: skip
 BIASES = {family: {"attention_bias": True} for family in ("llama", "qwen3", "gemma2", "gemma3", "olmo2")}
 BIASES["llama"]["mlp_bias"] = True
 # The weights of tiny models lie so close that any plan is nearly uniform: multiplied by this, plans have a shape.
@@ -130,9 +123,8 @@ def made(base, output, family, changes: dict, **options) -> tuple[dict, dict]:
 def compare(results: dict, expected: dict, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     assert results.keys() == expected.keys()
     for name, tensor in results.items():
-        torch.testing.assert_close(
-            tensor.double(), expected[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        say = f"{name}: {{}}".format
+        torch.testing.assert_close(tensor.double(), expected[name], rtol=rtol, atol=atol, msg=say)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -154,9 +146,7 @@ def test_single_precision_is_nearly_the_same(sharp_base, tmp_path):
 
 SOLVED = ["query", "key", "value", "output_projection", "gate", "up"]
 COLUMNS = ["norm_ratio", "effective_sources", "iterations", "residual", "seconds"]
-
 WEAK = r"matched rows keep little of their norm \(.*\): .* solver=hungarian keeps the norm\."
-
 LATE = (
     r"Sinkhorn did not converge for \w+(, \w+)+ of new layers 2, 4: residual up to (?P<worst>0\.\d+) after 1 iterations, "
     r"expected at most 0\.0001\. Raise max_iterations"
@@ -164,7 +154,6 @@ LATE = (
 
 
 def fused(base, output, **options):
-    """The report, and what was told meanwhile."""
     recorder = Recorder()
     return upscaled(base, output, "opt-deus", options=options, progress=recorder), recorder
 
@@ -220,9 +209,7 @@ def test_release_preset_gives_half_the_next_layer(tmp_path):
     assert config_of(tmp_path / "out")["upscale"]["options"].items() >= release.items()
 
 
-@pytest.mark.parametrize(
-    "options", [{"solver": "hungarian"}, {"plan_scale": "raw"}, {"regularization": 1e-4}], ids=str
-)
+@pytest.mark.parametrize("options", [{"solver": "hungarian"}, {"plan_scale": "raw"}, {"regularization": 1e-4}])
 def test_kept_norm_is_not_warned_of(options, base, tmp_path):
     _, recorder = fused(base, tmp_path / "out", max_iterations=2000, tolerance=1.9, **options)
     assert recorder.warnings == []
@@ -253,15 +240,96 @@ def test_measurements_are_recorded_and_shown(base, tmp_path, command):
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize(
-    ("solver", "other", "package", "name"),
-    [("sinkhorn", "hungarian", "ot", "POT"), ("hungarian", "sinkhorn", "scipy", "scipy")],
-)
-def test_missing_solver_package_is_named(solver, other, package, name, base, tmp_path, command, refused, without):
+@pytest.mark.parametrize(("solver", "package", "name"), [("sinkhorn", "ot", "POT"), ("hungarian", "scipy", "scipy")])
+def test_missing_solver_package_is_named(solver, package, name, base, tmp_path, command, refused, without):
     without(package)
+    other = "hungarian" if solver == "sinkhorn" else "sinkhorn"
     usual, output = ("--base", base, "--method", "opt-deus", "--set"), ("--output", tmp_path / "out", "--no-verify")
     message = f"solver {solver} needs {name}, which is not installed; in the clone of midus_hf, run: "
     refused(command(*usual, f"solver={solver}", *output), message, [])
     dry = command(*usual, f"solver={solver}", "--set", "device=cuda", "--dry-run")  # it may plan for another machine
-    assert dry.status == 0 and dry.err == ""
-    assert command(*usual, f"solver={other}", *output).status == 0
+    assert dry.status == 0 and dry.err == "" and command(*usual, f"solver={other}", *output).status == 0
+
+
+REGULARIZATION = 0.06
+
+
+def plan_by_loop(source: torch.Tensor, target: torch.Tensor, reg: float, iterations: int = 5000) -> torch.Tensor:
+    """The plan [n, m] of least `<T, M> + reg sum T log T` with uniform marginals, M the distances between rows, in the log domain."""
+    cost = (source.double()[:, None] - target.double()[None]).square().sum(-1).sqrt()
+    n, m = cost.shape
+    f = cost.new_zeros(n)
+    for _ in range(iterations):
+        g = -reg * (torch.logsumexp((f[:, None] - cost) / reg, dim=0) + math.log(m))
+        before, f = f, -reg * (torch.logsumexp((g[None] - cost) / reg, dim=1) + math.log(n))
+        if (f - before).abs().max() < 1e-14:
+            break
+    return torch.exp((f[:, None] + g[None] - cost) / reg)
+
+
+def barycentric(transport: torch.Tensor) -> torch.Tensor:
+    return transport / transport.sum(0)
+
+
+def mean_of_sources(transport: torch.Tensor) -> float:
+    shares = barycentric(transport)
+    return torch.exp(-(shares * shares.clamp_min(1e-300).log()).sum(0)).mean().item()
+
+
+def rows(n: int, width: int = 16, scale: float = 0.3, seed: int = 0, dtype: torch.dtype = torch.float64):
+    return (torch.randn(n, width, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def permuted(source: torch.Tensor, noise: float, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows in another order, with noise of this size relative to them, and the order."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(source), generator=generator)
+    noisy = torch.randn(source.shape, generator=generator) * noise * source.std()
+    return source[order] + noisy.to(source.dtype), order
+
+
+def solve(source, target, plan_scale="barycentric", tolerance=1e-9, max_iterations=10000, reg=REGULARIZATION):
+    return sinkhorn(source, target, reg, tolerance, max_iterations, plan_scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_assignment_recovers_permuted_rows(dtype):
+    source = rows(64, 48, dtype=dtype)
+    target, order = permuted(source, noise=0.05)
+    for scale in (1, 64):  # with the raw scale the plan has mass one
+        result = assignment(source, target, "barycentric" if scale == 1 else "raw")
+        assert torch.equal(result.permutation, order)
+        assert torch.equal(result.rows(source) * scale, source[order])
+        assert (result.effective_sources, result.residual, result.iterations) == (1.0, 0.0, 1)
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(15.0, torch.float64), (1e4, torch.float32)], ids=str)
+def test_distant_rows_converge(dtype, scale):
+    source = rows(48, 32, scale=scale, dtype=dtype)
+    distances = torch.cdist(source, source).fill_diagonal_(torch.inf)
+    assert distances.min() > 50 and torch.exp(-distances.min().double() / REGULARIZATION) == 0
+    target, order = permuted(source, noise=1e-4)
+    result = solve(source, target, tolerance=1e-4)
+    assert result.residual <= 1e-4 and (result.rows(source) - source[order]).norm() < 1e-3 * source.norm()
+    shifted = solve(source, target + 1e3 * scale / 32**0.5, tolerance=1e-4, max_iterations=200)
+    assert shifted.matrix.isfinite().all() and shifted.rows(source).isfinite().all()
+
+
+@pytest.mark.parametrize("limit", [1, 20, 1100])
+def test_iterations_are_limited_and_residual_reported(limit):
+    source, target = rows(40, scale=4.0), rows(40, scale=4.0, seed=1)
+    result = solve(source, target, tolerance=1e-14, max_iterations=limit)
+    assert result.iterations == limit and result.residual > (1e-3 if limit == 1 else 1e-14)
+    raw = solve(source, target, "raw", tolerance=1e-14, max_iterations=limit).matrix
+    left = (raw.sum(0) - 1 / 40).abs().sum() + (raw.sum(1) - 1 / 40).abs().sum()
+    assert result.residual == pytest.approx(left.item(), rel=1e-9 if limit == 1 else 1e-3)
+
+
+@pytest.mark.parametrize("n", [3, 1100])  # fewer and more columns than are taken at once
+def test_effective_sources_count_the_sources(n):
+    same = torch.zeros(n, 4, dtype=torch.float64)
+    assert solve(same, same).effective_sources == pytest.approx(n)
+    assert solve(same, same, "raw").effective_sources == pytest.approx(n)
+    apart = torch.arange(n, dtype=torch.float64)[:, None] * 100
+    assert solve(apart, apart.flip(0)).effective_sources == pytest.approx(1.0)
+    assert solve(apart, apart.flip(0), "raw").effective_sources == pytest.approx(1.0)

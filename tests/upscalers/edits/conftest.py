@@ -10,7 +10,6 @@ from midus_hf.cli import edit
 
 @pytest.fixture
 def chapters(in_process):
-    """Run the `midus edit` command in this process."""
     return partial(in_process, edit.main)
 
 

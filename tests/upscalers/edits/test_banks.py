@@ -19,7 +19,8 @@ from midus_hf.memories.hierarchical.options import HierFFNOptions
 from midus_hf.memories.hierarchical.training import train_blocks
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.run import run_training
-from tests.upscalers.checkpoints import config_of, edit_config, file_digests, load
+from tests.upscalers.checkpoints import edit_config
+from tests.upscalers.contents import config_of, file_digests, load
 from upscalers.edits import banks
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
@@ -35,23 +36,20 @@ def bank_of(folder: Path, name: str = "hier-ffn") -> MemoryBank:
 
 
 def write_blocks(folder: Path, name: str = "hier-ffn") -> None:
-    written = bank_of(folder, name)
-    generator = torch.Generator().manual_seed(len(name))
+    written, generator = bank_of(folder, name), torch.Generator().manual_seed(len(name))
     for level, index in WRITTEN:
         written.write(level, index, torch.randn(written.layout.record_numel(level), generator=generator))
 
 
 @pytest.fixture
 def run(chapters):
-    """Run `midus edit`, and return what it prints as JSON."""
     return lambda *words: chapters(*words, "--json").json()
 
 
 @pytest.fixture(scope="module")
 def upscaled(tmp_path_factory):
     """A folder with a `base`, a model with a bank, `one`, and a model with two banks, `two`; read-only."""
-    folder = tmp_path_factory.mktemp("upscaled")
-    options = {"sizes": [4, 2], "branching": 3}
+    folder, options = tmp_path_factory.mktemp("upscaled"), {"sizes": [4, 2], "branching": 3}
     base = save_tiny_model("llama", folder / "base")
     upscale(base=base, method="hier-ffn", output=folder / "one", options=options, verify=False)
     upscale(base=folder / "one", method="hier-lora-vo", output=folder / "two", options=options, verify=False)
@@ -111,8 +109,7 @@ def test_blocks_lists_each_bank_and_their_sums(upscaled, run, chapters):
 
 
 def test_deletion_changes_only_the_blocks(upscaled, tmp_path, run):
-    nodes = ["--node", "1:0", "--node", "2:7", "--node", "2:3"]
-    path = upscaled / "one" / "README.md"
+    nodes, path = ["--node", "1:0", "--node", "2:7", "--node", "2:3"], upscaled / "one" / "README.md"
     card = path.read_text()
     path.write_text(card.replace("---\n", "---\nmodel-index: []\n", 1))
     done = run("delete", upscaled / "one", *nodes, "--output", tmp_path / "out")
@@ -145,8 +142,7 @@ def test_deletion_covers_every_bank(upscaled, tmp_path, run, chapters):
 @pytest.fixture(scope="module")
 def with_trees(upscaled, tmp_path_factory):
     """The models of `upscaled` with a tree in each of their banks, whose fingerprint the banks have, and two to refuse."""
-    folder = tmp_path_factory.mktemp("trees")
-    tree = random_tree(3, 2, min_similarity=0.1)
+    folder, tree = tmp_path_factory.mktemp("trees"), random_tree(3, 2, min_similarity=0.1)
     tree.save(folder / "tree")
     for model, names in (("one", NAMES[:1]), ("two", NAMES)):
         shutil.copytree(upscaled / model, folder / model)
@@ -227,19 +223,15 @@ _KEEPS = {
                     "own blocks in other banks, 1:0, 2:1; to delete: leave out --memory", GENERIC_KEPT, BLOCKS),
     "no topic": ({}, ["--node", "2:generic"], BLOCKS),
 }  # fmt: skip
-
 # Changes of the record of `two` (None: it has none), what its run trained, and whether the run trained other weights than blocks.
 _WEIGHTS = {
-    "blocks": ({}, {}, False),
-    "new": ({}, {"trainable": "new"}, False),
-    "values alone": ({}, {"trainable": ["value"]}, True),
+    "blocks": ({}, {}, False), "new": ({}, {"trainable": "new"}, False), "values alone": ({}, {"trainable": ["value"]}, True),
     "an inserted layer": ({"new_layers": [1]}, {"trainable": "new"}, True),
     "nothing that fetches": ({"new_memories": []}, {"trainable": "new"}, True),
     "a method that trains all": ({"trainable": "all"}, {}, True),
     "new parts of that method": ({"trainable": "all"}, {"trainable": "new"}, False),
-    "no record": (None, {"trainable": "new"}, None),
-    "no record, all": (None, {"trainable": "all"}, True),
-}
+    "no record": (None, {"trainable": "new"}, None), "no record, all": (None, {"trainable": "all"}, True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", _WEIGHTS)
@@ -305,10 +297,8 @@ def test_document_is_forgotten_with_its_topic(with_trees, tmp_path, run):
     assert saved.fingerprint == bank_of(again).tree == tree.fingerprint, "texts find the topic again"
     models, tokens = [load(folder) for folder in (old, without, again)], prompt(5)
     with torch.no_grad():
-        of_others, of_topic = (
-            [model(tokens, memory_ids=torch.tensor([ids] * len(tokens))).logits for model in models]
-            for ids in ([0, 1], [2, 7])
-        )
+        given = (torch.tensor([ids] * len(tokens)) for ids in ([0, 1], [2, 7]))
+        of_others, of_topic = ([model(tokens, memory_ids=ids).logits for model in models] for ids in given)
     assert torch.equal(of_others[0], of_others[1]) and torch.equal(of_others[0], of_others[2])
     assert not torch.equal(of_topic[2], of_topic[1])
 
@@ -330,11 +320,7 @@ REFUSED = [
     ("one", ["--node", "x"], "node is 'x'; expected LEVEL:NODE, such as 2:52, or LEVEL:generic."),
     ("one", ["--node", "3:0"], "node '3:0' is of level 3; expected 1 to 2."),
     ("one", ["--node", "1:3"], "node '1:3' does not exist; expected 0 to 2, or generic."),
-    (
-        "one",
-        ["--node", "1:0", "--memory", "moc"],
-        "no memory 'moc' that fetches blocks; expected a checkpoint with one",
-    ),
+    ("one", ["--node", "1:0", "--memory", "moc"], "no memory 'moc' that fetches blocks; expected a checkpoint"),
     ("sparse", ["--node", "1:0"], "level 1 has no blocks; expected one of 2."),
     ("damaged", ["--node", "2:7"], "was altered or is not whole: "),
     ("no weights", ["--node", "1:0", "--subtree"], "holds no weights; expected model.safetensors"),
@@ -346,8 +332,3 @@ REFUSED = [
 def test_wrong_deletion_is_refused(with_trees, refusal, model, words, message):
     line = refusal("delete", with_trees / model, *words)
     assert line.startswith("midus edit delete: ") and message in line
-
-
-def test_deletion_of_no_node_is_refused(upscaled, tmp_path):
-    with pytest.raises(ValueError, match="no node is given; expected one or more, each LEVEL:NODE"):
-        delete(EditRequest(upscaled / "one", tmp_path / "out"), [])

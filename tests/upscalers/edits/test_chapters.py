@@ -1,7 +1,9 @@
 """`midus edit` of chapters: what it lists, which rows it changes and no other byte, what it records, what models then compute."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import prompt
 
-from tests.upscalers.checkpoints import (
+from tests.upscalers.checkpoints import edit_config, save_base, write_tensors
+from tests.upscalers.contents import (
     config_of,
-    edit_config,
     file_digests,
     load,
     logits,
     read_tensors,
     record_of,
     same_bits,
-    save_base,
     tensor_files,
-    write_tensors,
 )
 from upscalers.checkpoint.safetensors_format import read_header
+from upscalers.edits.checkpoint_edit import row_order, shuffle
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -63,13 +64,11 @@ def give_values(folder: Path, never_chosen: Sequence[int] = ()) -> None:
 
 
 def rows(number: int) -> slice:
-    """The rows of a chapter."""
     return slice(number * TOKENS, (number + 1) * TOKENS)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    """A checkpoint with one bank, which all layers read; read-only."""
     return save_chapters(tmp_path_factory.mktemp("chapters") / "model")
 
 
@@ -107,7 +106,7 @@ def test_edit_moves_only_the_named_rows(tmp_path, edited, name):
     verb, *words = edit.words.split()
     output = edited(verb, model, *words)
     before, after = (
-        {f"model.{key.removeprefix(prefix)}" if "memor" in key else key: t for key, t in read_tensors(folder).items()}
+        {re.sub(rf"^{prefix}(?=.*memor)", "model.", key): tensor for key, tensor in read_tensors(folder).items()}
         for folder in (model, output)
     )
     of_routers = {router for layer in edit.routers for router in ROUTERS[layer]}
@@ -139,13 +138,8 @@ def test_edits_are_recorded_and_other_files_copied(tmp_path, chapters, checkpoin
     (checkpoint / "README.md").write_text(measured)
     report = chapters("zero", checkpoint, "--chapters", "1,2", "--output", tmp_path / "once", "--json").json()
     assert report.pop("seconds") > 0 and report.pop("bytes_written") > 0
-    zeroed = {
-        "command": "zero",
-        "memories": ["chapters"],
-        "chapters": "1-2",
-        "chapters_before": 6,
-        "chapters_after": 6,
-    }
+    zeroed = {"command": "zero", "memories": ["chapters"], "chapters": "1-2", "chapters_before": 6}
+    zeroed["chapters_after"] = 6
     assert report == {**zeroed, "model": str(checkpoint), "output": str(tmp_path / "once")}
     done = chapters("prune", tmp_path / "once", "--chapters", "4", "--output", output)
     assert "prune of chapters, chapters 4, chapters_before 6, chapters_after 5\n" in done.out
@@ -211,14 +205,8 @@ def test_list_shows_norms_and_biases(tmp_path, chapters):
     model = save_chapters(tmp_path / "model", share="none", names=TWO)
     first, second = chapters("list", model, "--json").json()["memories"]
     assert chapters("list", model, "--memory", TWO[1], "--json").json()["memories"] == [second]
-    expected = {
-        "name": "chapters",
-        "site": "behind-attention",
-        "chapters": 6,
-        "chapter_tokens": TOKENS,
-        "shared_chapters": 1,
-    }
-    assert first.items() >= {**expected, "k": 2}.items()
+    expected = {"name": "chapters", "site": "behind-attention", "chapters": 6, "chapter_tokens": TOKENS, "k": 2}
+    assert first.items() >= {**expected, "shared_chapters": 1}.items()
     assert [bank["layers"] for bank in first["banks"]] == [[layer] for layer in LAYERS]
     tensors, bank = read_tensors(model), first["banks"][1]
     norms = tensors[BANKS_OF_LAYERS[1]].double().norm(dim=1).view(6, TOKENS).mean(1)
@@ -264,3 +252,96 @@ def test_edited_checkpoint_equals_edited_model(tmp_path, edited, changes):
     give_values(model, never_chosen=[3])
     pruned = logits(edited("prune", model, "--chapters", "3", output="pruned"))
     torch.testing.assert_close(pruned, logits(model), rtol=1e-10, atol=1e-10)
+
+
+# A memory with a layer of its own, attached ones, and tables that layers share.
+KINDS = {
+    "inserted": ("midus-hml", {"n": 4, "k": 2}),
+    "attached": ("ultramem-v2", {"n": 8, "k": 4}),
+    "shared": ("ultramem-v2", {"n": 8, "k": 4, "share": "ring:2"}),
+    "chapters": ("moc", {"memory_tokens": 12, "chapters": 6, "k": 2, "share": "every:1"}),
+}
+
+
+def is_table(name: str) -> bool:
+    return name.endswith(("value_bank", "value_table", ".bank"))
+
+
+@pytest.fixture(scope="module")
+def make(shared_base, tmp_path_factory):
+    """An upscaled checkpoint, as training leaves it: with values in its tables; read-only."""
+
+    @cache
+    def made(kind: str) -> Path:
+        (method, options), folder = KINDS[kind], tmp_path_factory.mktemp("made") / "trained"
+        upscale(base=shared_base("llama"), method=method, output=folder, options=options, verify=False)
+        give_values(folder)
+        return folder
+
+    return made
+
+
+def moved_rows(before: torch.Tensor, after: torch.Tensor) -> list[int]:
+    """For each place of a table, the row that came to it."""
+    result = [[int(match) for match in (before == row).all(-1).nonzero()] for row in after]
+    assert all(len(matches) == 1 for matches in result)
+    return [match for (match,) in result]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shuffle_moves_every_row_of_values_only(kind, make, tmp_path, command):
+    trained, output = make(kind), tmp_path / "out"
+    done = command("shuffle", trained, "--output", output, "--seed", 5, "--json").json()
+    before, after = read_tensors(trained), read_tensors(output)
+    assert before.keys() == after.keys()
+    orders = {}
+    for name, tensor in before.items():
+        if not is_table(name):
+            assert torch.equal(after[name], tensor), name
+            continue
+        tables = zip(tensor.view(-1, *tensor.shape[-2:]), after[name].view(-1, *tensor.shape[-2:]), strict=True)
+        orders.setdefault(name.rpartition(".")[0], []).extend(tuple(moved_rows(*pair)) for pair in tables)
+    # Rows of one position stay together, such as pre-values with their values; tables of other layers have another order.
+    assert all(len({*of_position}) == 1 for of_position in orders.values())
+    different = {of_position[0] for of_position in orders.values()}
+    assert len(different) == len(orders) and (len(orders) > 1) == (kind in ("inserted", "attached"))
+    for order in different:
+        assert sorted(order) == list(range(len(order))) and all(row != place for place, row in enumerate(order))
+    assert not torch.equal(logits(output), logits(trained))
+    tables = sum(map(is_table, before))
+    assert (done["seed"], done["tables"], done["command"]) == (5, tables, "shuffle")
+    config, record = config_of(output), record_of(output)
+    (shuffled,) = config["upscale"].pop("edits")
+    assert record["edits"] == inspect_checkpoint(output)["edits"] == [shuffled]
+    assert (shuffled["seed"], shuffled["memories"]) == (5, done["memories"])
+    assert record["identity"] == {"checked": None, "max_abs_diff": None} and record["promises_identity"] is False
+    assert config == config_of(trained)
+    assert f"- shuffle of {done['memories'][0]}, seed 5, tables {tables}" in (output / "README.md").read_text()
+
+
+@pytest.mark.parametrize("rows", [2, 3, 50])
+def test_row_order_moves_every_row(rows):
+    for seed in range(20):
+        order = row_order(rows, seed)
+        assert sorted(order.tolist()) == list(range(rows)) and torch.equal(order, row_order(rows, seed))
+        assert not (order == torch.arange(rows)).any()
+    assert rows < 50 or not torch.equal(order, row_order(rows, 20))
+
+
+def test_shuffled_base_memory_is_warned_of_and_stays(make, tmp_path, command):
+    method, options = KINDS["inserted"]
+    upscale(base=make("attached"), method=method, output=tmp_path / "twice", options=options, verify=False)
+    done = command("shuffle", tmp_path / "twice", "--output", tmp_path / "out", "--json")
+    assert done.status == 0 and done.json()["memories"] == ["ultramem", "midus-hml"]
+    assert "the base that strip restores has the edit too" in done.err
+    assert strip(tmp_path / "out", tmp_path / "stripped")["base_confirmed"] is False
+    assert [one["memories"] for one in inspect_checkpoint(tmp_path / "stripped")["edits"]] == [["ultramem"]]
+
+
+def test_shuffle_without_rows_of_values_is_refused(base, tmp_path):
+    upscale(base=base, method="llama-pro", output=tmp_path / "dense", verify=False)
+    upscale(base=base, method="midus-hml", output=tmp_path / "one", options={"n": 1, "k": 1}, verify=False)
+    for folder in (tmp_path / "dense", tmp_path / "one", base):
+        with pytest.raises(ValueError, match=r"has no table of values with a row for .*; expected a model with a"):
+            shuffle(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
