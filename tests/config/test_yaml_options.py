@@ -100,25 +100,17 @@ def test_keys_of_mappings_are_text(tmp_path):
     assert str(read_yaml("{a: .NaN}", "text")["a"]) == "nan"
 
 
-def test_number_is_converted_to_the_type_of_its_key(tmp_path):
+def test_values_are_converted_to_the_types_of_their_keys(tmp_path):
     path = write(tmp_path, "model: m\ntext: t\nrate: 3e-5\nsteps: 1e3\nrates: [1e-4, 2]")
     settings = options_from_files(Settings, [path])
     assert settings.rate == 3e-5 and settings.steps == 1000 and isinstance(settings.steps, int)
     assert from_mapping(Settings, {**NEEDED, "steps": 2**60 + 1}).steps == 2**60 + 1
     assert settings.rates == [1e-4, 2.0] and all(isinstance(rate, float) for rate in settings.rates)
-
-
-def test_null_is_taken_only_by_optional_keys(tmp_path):
-    path = write(tmp_path, "model: m\ntext: t\nsteps: 3\nrates: null")
+    path = write(tmp_path, "model: m\ntext: t\nsteps: 3\nrates: null")  # which only optional keys take
     assert options_from_files(Settings, [path], ["steps=null"]) == Settings(model="m", text=Text(path="t"))
     with pytest.raises(ValueError, match=r"tasks is None; expected a list, each item of it a string\."):
         options_from_files(Settings, [path], ["tasks=null"])
-
-
-def test_scalar_is_the_first_key_of_a_group(tmp_path):
-    path = write(tmp_path, "model: m\ntext: t")
-    assert options_from_files(Settings, [path]).text == Text(path="t")
-    words = ["text.path=t", "text.column=body"]
+    words = ["text.path=t", "text.column=body"]  # of a group, of which a scalar is the first key
     assert options_from_files(Settings, [write(tmp_path, "model: m")], words).text == Text(path="t", column="body")
     assert from_mapping(Settings, {**NEEDED, "text": {"path": "a", "column": "b"}}).text == Text(path="a", column="b")
 

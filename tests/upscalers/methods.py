@@ -78,10 +78,11 @@ KINDS |= {
     },
     **{f"{method}, random slots": with_options(method, addressing="random") for method in RETRIEVING},
     **{f"{method}, one row": with_options(method, **one_row) for method, one_row in RETRIEVING.items()},
+    "stack, another order": {"method": "stack", "options": {"layers": ["2-3", "0-2"]}},
 }  # fmt: skip
 """Keyword arguments of `upscale`, by a name for what they make."""
 # Kinds that do not compute what their base computes.
-DIFFERING = ("solar", "stack", "avg-deus", "lesa", "llama-pro, none", "opt-deus, none")
+DIFFERING = ("solar", "stack", "stack, another order", "avg-deus", "lesa", "llama-pro, none", "opt-deus, none")
 # One kind of each method.
 PLAIN = [name for name in KINDS if name == KINDS[name]["method"]]
 

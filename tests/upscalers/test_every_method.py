@@ -74,6 +74,7 @@ of_all, of_each_method = each_of(KINDS), each_of(PLAIN)
 of_all_tensors = each_of(
     (
         *PLAIN,
+        "stack, another order",
         *(f"midus-hml, {name}" for name in ("output projection", "batch norm")),
         *(f"moc, {name}" for name in ("own", "neighbours")),
         *(f"ultramem-v2, {name}" for name in ("ring", "no square", "skip")),

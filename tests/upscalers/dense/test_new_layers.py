@@ -10,7 +10,7 @@ from tiny import WINDOW, prompt
 from midus_hf.cli.upscale import RunRequest
 from midus_hf.config.yaml_options import read_mapping
 from tests.upscalers.checkpoints import SMALL, Recorder, save_base, write_tensors
-from tests.upscalers.contents import layer, load, logits, read_tensors, same_bits, same_tensors
+from tests.upscalers.contents import layer, load, logits, read_tensors, same_bits
 from tests.upscalers.dense.requests import (
     OUTPUT_NORMS,
     PROMISING,
@@ -26,7 +26,6 @@ from upscalers.methods.contract import METHODS, register_method
 from upscalers.methods.dense_block import DenseMethod
 from upscalers.plan import place
 from upscalers.request import parse_options
-from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Combine
 
@@ -56,16 +55,6 @@ def test_llama_pro_copies_all_but_the_zeroed_tensors(native_family, shared_base,
         assert changed == ({f"{name}.weight" for name in zeroed} if index in (2, 5) else set())
         value = -1 if native_family.startswith("gemma") else 0
         assert all((actual[name] == value).all() for name in changed)
-
-
-def test_stack_in_another_order_strips(base, tmp_path):
-    upscale(base=base, method="stack", options={"layers": ["2-3", "0-2"]}, output=tmp_path / "out")
-    old, new = read_tensors(base), read_tensors(tmp_path / "out")
-    for index, source in enumerate([2, 3, 0, 1, 2]):
-        expected = layer(old, source)
-        assert all(same_bits(tensor, expected[name]) for name, tensor in layer(new, index).items())
-    assert strip(tmp_path / "out", tmp_path / "back")["base_confirmed"] is True
-    assert same_tensors(tmp_path / "back", base)
 
 
 S, F = "sliding_attention", "full_attention"
