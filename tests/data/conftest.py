@@ -1,8 +1,7 @@
 """A cache of datasets and a folder for each test."""
 
+import datasets
 import pytest
-
-datasets = pytest.importorskip("datasets")
 
 
 @pytest.fixture(autouse=True)

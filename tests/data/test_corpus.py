@@ -7,11 +7,10 @@ import lzma
 import os
 from pathlib import Path
 
+import datasets
 import pytest
 
-datasets = pytest.importorskip("datasets")
-
-from midus_hf.data.corpus import read_corpus, read_paths, read_rows  # noqa: E402
+from midus_hf.data.corpus import read_corpus, read_paths, read_rows
 
 TEXTS = ["The first text.", 'A second, with "marks"\nand two lines.', "null"]
 
@@ -161,7 +160,6 @@ def test_a_column_that_begins_late_is_read(folder, monkeypatch):
 
 
 def test_rows_of_the_hub_are_read_as_those_of_files(folder, monkeypatch):
-    """A folder stands for the dataset of the Hub."""
     write(folder, {"x.jsonl": lines(["2004-01-25"], id=2**64)})
     build = datasets.load_dataset_builder
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda source, name: build(str(folder), name))

@@ -1,12 +1,11 @@
 """Texts that have paths are packed within the leaves of a tree, and their sequences come with these paths."""
 
+import datasets
 import numpy as np
 import pytest
 from training.tiny_run import framing_tokenizer, tiny_tokenizer
 
-datasets = pytest.importorskip("datasets")
-
-from midus_hf.data.packing import leaf_sequences  # noqa: E402
+from midus_hf.data.packing import leaf_sequences
 
 EOS, T = 2, 5
 # The path of each text, and how many words it has; EOS makes one token more.
@@ -14,7 +13,6 @@ ROWS = [([0, 1], 3), ([2, 7], 4), ([0, 1], 6), ([0, 0], 1), ([2, 7], 12), ([0, 1
 
 
 def words(number: int, count: int) -> list[str]:
-    """Words that tell their text and their place."""
     return [f"w{10 + 15 * number + index}" for index in range(count)]
 
 
@@ -39,7 +37,6 @@ def expected(depth=2) -> list[tuple[list[int], list[list[int]]]]:
 
 @pytest.mark.parametrize(("depth", "apart"), [(1, False), (2, False), (2, True)])
 def test_sequences_are_of_one_leaf_and_come_with_its_path(depth, apart):
-    """Where texts of a leaf are kept apart, positions and labels begin again with each."""
     paths = np.array([path for path, _ in ROWS])
     options = {"paths": paths, "depth": depth, "documents_apart": apart, "vocab_size": 128}
     made = leaf_sequences(rows(), tiny_tokenizer(), T, **options).sequences

@@ -2,15 +2,14 @@
 
 import itertools
 
+import datasets
+import hypothesis
 import numpy as np
 import pytest
 from training.tiny_run import EOS_ID, document, framing_tokenizer, tiny_tokenizer
 
-hypothesis = pytest.importorskip("hypothesis")
-datasets = pytest.importorskip("datasets")
-
-from midus_hf.data import packing  # noqa: E402
-from midus_hf.data.packing import Packer, collate, packed_sequences  # noqa: E402
+from midus_hf.data import packing
+from midus_hf.data.packing import Packer, collate, packed_sequences
 
 given, st = hypothesis.given, hypothesis.strategies
 
@@ -93,7 +92,6 @@ def test_short_sequence_has_text_end_and_whole_texts():
     [("$A", []), ("$A <eos>", []), ("<bos> $A", [1]), ("<bos> $A <eos>", [1]), ("<bos> <pad> $A", [1, 0])],
 )
 def test_sequences_begin_with_the_tokenizer_prefix(frame, beginning):
-    """The last, which is shorter, too; labels are needed only where there is more than one such token."""
     texts = rows([document(20, 1), document(9, 2), document(21, 3)])
     sequences, tokens, dropped, is_short = packed_sequences(texts, framing_tokenizer(frame), 16, documents_apart=False)
     whole = [token for text in texts["text"] for token in (*beginning, *tiny_tokenizer()(text)["input_ids"], EOS_ID)]
@@ -111,7 +109,6 @@ def test_sequences_begin_with_the_tokenizer_prefix(frame, beginning):
 
 
 def test_separate_texts_continue_after_the_prefix():
-    """The rest of the first text is a document with it, in the last sequence too."""
     texts = rows([document(10, 1), document(3, 2)])  # 12 and 5 tokens
     first, second, last = packed_sequences(texts, framing_tokenizer("<bos> $A"), 8, documents_apart=True).sequences
     ids = tiny_tokenizer()(texts["text"][:])["input_ids"]
@@ -121,6 +118,14 @@ def test_separate_texts_continue_after_the_prefix():
     assert second["labels"] == [-100, *ids[0][7:], EOS_ID, -100, *ids[1][:2]]
     rest = [*ids[1][2:], EOS_ID]
     assert last == {"input_ids": [1, *rest], "position_ids": [0, 1, 2], "labels": [-100, *rest]}
+
+
+def test_short_sequence_that_begins_with_a_text_has_one_prefix():
+    texts = rows([document(6, 1), document(1, 2), document(2, 3)])  # 8, 3 and 4 tokens
+    _, last = packed_sequences(texts, framing_tokenizer("<bos> $A"), 8, documents_apart=True).sequences
+    second, third = (tiny_tokenizer()(text)["input_ids"] for text in texts["text"][1:])
+    assert last["input_ids"] == [1, *second, EOS_ID, 1, *third, EOS_ID]
+    assert last["position_ids"] == [*range(3), *range(4)]
 
 
 def test_a_remainder_of_a_hundredth_is_dropped_and_said():

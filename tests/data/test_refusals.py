@@ -5,19 +5,17 @@ import json
 from functools import partial
 from pathlib import Path
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 from training.tiny_run import document, framing_tokenizer, refused, tiny_tokenizer
 
-datasets = pytest.importorskip("datasets")
-
-import pyarrow  # noqa: E402
-import pyarrow.parquet  # noqa: E402
-
-from midus_hf.data.corpus import read_corpus, read_paths, read_rows, stream_rows  # noqa: E402
-from midus_hf.data.packing import checked_paths, packed_sequences  # noqa: E402
-from midus_hf.data.stream import StreamedSequences  # noqa: E402
-from midus_hf.memories.hierarchical.options import BankLayout, FetchedBlocks  # noqa: E402
-from tests.data.test_corpus import lines, write  # noqa: E402
+from midus_hf.data.corpus import read_corpus, read_paths, read_rows, stream_rows
+from midus_hf.data.packing import checked_paths, packed_sequences
+from midus_hf.data.stream import StreamedSequences
+from midus_hf.memories.hierarchical.options import BankLayout, FetchedBlocks
+from tests.data.test_corpus import lines, write
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab12" * 16 + "\nsize 17477929\n"
 BANKS = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}

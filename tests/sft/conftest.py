@@ -11,7 +11,6 @@ from midus_hf.training.sft import SftArguments
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
-    """Gives the checkpoint of a family, with a memory or without, made once."""
     made = cache(lambda family, method: save_base(family, tmp_path_factory.mktemp("sft"), method))
     methods = {True: "midus-hml", False: None}
     return lambda family="llama", memory=False: made(family, methods.get(memory, memory))
@@ -19,15 +18,12 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory) -> Path:
-    """Sixteen chats as JSON lines."""
     rows = [{"messages": chat(number)} for number in range(16)]
     return write_rows(tmp_path_factory.mktemp("chats") / "chats.jsonl", rows)
 
 
 @pytest.fixture
 def config_for(base, chats, tmp_path):
-    """Return what gives the options of a tiny run, by default of a base with memory, by the name of its output."""
-
     def config(output: str = "out", model: Path | None = None, data: Path = chats, **changes) -> SftArguments:
         return sft_config(model or base("llama", True), data, tmp_path / output, **changes)
 

@@ -18,7 +18,6 @@ from midus_hf.training.sft_rows import CHATML
 
 @pytest.fixture
 def words(base, chats, tmp_path) -> list[str]:
-    """A recipe and what it needs."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 3\nlearning_rate: 1e-2\nchat_template_path: chatml\nbf16: false\nlogging_steps: 1\n")
     given = {"model_name_or_path": base("llama", True), "dataset_name": chats, "output_dir": tmp_path / "out"}
@@ -26,16 +25,7 @@ def words(base, chats, tmp_path) -> list[str]:
     return [str(recipe), *(f"--{key}={value}" for key, value in given.items())]
 
 
-def test_missing_rows_are_told_in_one_line(words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path / "nothing.jsonl", [])
-    assert main([*words, "--dataset_name=nothing.jsonl"]) == 2
-    err = capsys.readouterr().err.splitlines()
-    assert err[-1].startswith("midus sft: dataset_name is ") and len(err) <= 2 and not (tmp_path / "out").exists()
-
-
 def test_wrong_chat_is_named_by_file_and_row(words, tmp_path, capsys):
-    """A chat that begins with an answer is trained on."""
     can = [{"messages": chat(2)}, {"messages": [{"role": "assistant", "content": "what is it?"}, *chat(1)]}]
     data = write_rows(tmp_path / "x.jsonl", [*can, {"messages": [{"role": "usr", "content": "q"}, chat(1)[1]]}])
     assert main([*words, f"--dataset_name={data}"]) == 2
@@ -75,7 +65,6 @@ def test_each_key_that_trl_adds_works_or_is_refused():
 
 @pytest.mark.filterwarnings("ignore:`pad_token` is deprecated")
 def test_named_special_tokens_are_saved(config_for, tmp_path):
-    """And batches are padded as far as is said."""
     run = prepared(config_for(eos_token="<|im_end|>", pad_token="<|im_start|>", pad_to_multiple_of=32, max_steps=1))
     assert next(iter(run.trainer.get_train_dataloader()))["input_ids"].shape[1] % 32 == 0
     run.execute()

@@ -16,12 +16,10 @@ SHARE_GPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
 
 
 def read_row(get, row):
-    """Read a row after one that is right, or by itself in another format."""
     read(write_rows(get("tmp_path") / "x.jsonl", [{"messages": [USER, ANSWER]}, row] if "messages" in row else [row]))
 
 
 def prepare_run(get, keys):
-    """Prepare a run with a template, on chats or on one row."""
     own, row = get("tmp_path") / "own.jinja", keys.get("row")
     own.write_text(keys.get("template", CHATML))
     data = {} if row is None else {"data": write_rows(get("tmp_path") / "x.jsonl", [row])}

@@ -65,7 +65,6 @@ def test_bank_model_notes_what_chats_read(without_ids, read, config_for, base, t
 
 
 def learned(row) -> str:
-    """What has a loss in a sequence."""
     return character_tokenizer().decode([label for label in row["labels"] if label != IGNORED_LABEL])
 
 
@@ -117,7 +116,6 @@ def test_tool_calls_are_learned_as_written_or_refused(config_for, base, tmp_path
 
 @pytest.mark.parametrize("ends", ["<|im_end|>", None])
 def test_stop_token_is_found_in_whole_answers(ends, config_for, base, tmp_path, capsys):
-    """Here the template needs a system message."""
     system = {"role": "system", "content": "x"}
     data, own = write_rows(tmp_path / "x.jsonl", [{"messages": [system, *chat(1)]}]), tmp_path / "own.jinja"
     template = CHATML if ends else CHATML.replace("'<|im_end|>'", "'.'")
@@ -206,7 +204,6 @@ def test_the_first_token_of_a_text_has_no_loss(lengths, expected):
 
 @pytest.mark.parametrize("family", by_default(["qwen2", "gemma3"], FAMILIES))
 def test_packed_chats_do_not_see_one_another(config_for, family, base):
-    """So one step over all of them has the loss that it has when each stands alone."""
     losses = []
     for packing, length in ((False, 96), (True, 126)):
         options = {"packing": packing, "max_length": length, "max_steps": 1, "per_device_train_batch_size": 16}
@@ -227,7 +224,6 @@ def test_fine_tuning_resumes_exactly(config_for, options):
 
 
 def test_changed_rows_or_glossary_are_not_resumed_over(base, config_for, tmp_path):
-    """The same rows under another template are others too."""
     data = write_rows(tmp_path / "chats.jsonl", [{"messages": chat(number)} for number in range(8)])
     (template := tmp_path / "template.jinja").write_text(CHATML)
     entry = {"name": "Kestrel", "text": "A gateway."}

@@ -29,7 +29,6 @@ def character_tokenizer(merges: Sequence[tuple[str, str]] = (), **options: Any) 
 
 
 def save_base(family: str, folder: Path, method: str | None) -> Path:
-    """Save a tiny base with the tokenizer, upscaled if it is to have a memory."""
     if method is not None:
         return save_upscaled(family, folder, method, tokenizer=character_tokenizer())
     base = save_tiny_model(family, folder / "base")
@@ -38,19 +37,16 @@ def save_base(family: str, folder: Path, method: str | None) -> Path:
 
 
 def chat(number: int) -> list[dict[str, str]]:
-    """A short chat of two turns."""
     texts = (f"say {number}", f"it is {number}", "and", f"{number + 1}")
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=True)]
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
-    """Write JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def sft_config(model: Path, data: Path, output: Path, **changes: Any) -> SftArguments:
-    """A run of three steps of two chats, with rates that move a tiny model."""
     options: dict[str, Any] = {"chat_template_path": "chatml", "max_length": 96, "per_device_train_batch_size": 2}
     options |= {
         "max_steps": 3,

@@ -27,14 +27,11 @@ collect_ignore = [] if importlib.util.find_spec("deepspeed") else ["parallel/tes
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A folder of twenty texts."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
 @pytest.fixture(scope="session")
 def upscaled(tmp_path_factory):
-    """Return what gives the checkpoint of a family that a method has upscaled, made once; nobody may change it."""
-
     @cache
     def made(family: str, method: str, options: str) -> Path:
         return save_upscaled(family, tmp_path_factory.mktemp(f"upscaled_{family}"), method, json.loads(options))
@@ -44,26 +41,21 @@ def upscaled(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def native(tmp_path_factory):
-    """Gives the checkpoint of a family's own class whose config says which of its layers are new, made once."""
     return cache(lambda family: save_native(family, tmp_path_factory.mktemp(f"native_{family}")))
 
 
 @pytest.fixture(scope="session")
 def fetching(upscaled) -> Path:
-    """Return the folder of a tiny model whose texts fetch blocks; nobody may change it."""
     return upscaled("llama", "hier-ffn")
 
 
 @pytest.fixture(scope="session")
 def assigned(tmp_path_factory) -> Path:
-    """A corpus whose documents have paths."""
     return write_assigned(tmp_path_factory.mktemp("assigned") / "corpus.jsonl")
 
 
 @pytest.fixture
 def config_for(upscaled, corpus, tmp_path):
-    """Return what gives the options of a tiny run, by default of an upscaled model, by the name of its output."""
-
     def config(
         output: str | Path = "out", family: str = "llama", model: Path | None = None, **changes
     ) -> TrainArguments:
@@ -74,8 +66,6 @@ def config_for(upscaled, corpus, tmp_path):
 
 @pytest.fixture
 def blocks_for(fetching, assigned, tmp_path):
-    """Return what gives the options of a tiny run that trains the blocks of a bank by the name of its output."""
-
     def config(
         output: str | Path = "out", model: Path = fetching, corpus: Path = assigned, **changes
     ) -> TrainArguments:
@@ -86,7 +76,6 @@ def blocks_for(fetching, assigned, tmp_path):
 
 @pytest.fixture
 def begun(config_for, tmp_path):
-    """Return what gives the options of a run that begins from a config, by default one of a Llama."""
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
 
     def options(output: str = "out", model_config: PreTrainedConfig | None = None, **changes) -> TrainArguments:

@@ -30,12 +30,10 @@ def events(output: Path, name: str = "loss") -> list[dict[str, Any]]:
 
 
 def logged(output: Path, name: str = "loss") -> list[Any]:
-    """Return what a log says under a name, in its order."""
     return [event[name] for event in events(output, name)]
 
 
 def by_step(output: Path, name: str) -> dict[int, Any]:
-    """Return what a log says under a name, by step."""
     return {event["step"]: event[name] for event in events(output, name)}
 
 
@@ -46,7 +44,6 @@ def exact_log(output: Path, name: str = "epoch") -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a saved model."""
     return load_file(Path(folder) / "model.safetensors")
 
 
@@ -59,20 +56,17 @@ def moved(before: Path, after: Path) -> set[str]:
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Return the largest difference of two numbers of two saved models."""
     of_one, of_other = weights(one), weights(other)
     assert of_one.keys() == of_other.keys()
     return max((of_one[name] - tensor).abs().max().item() for name, tensor in of_other.items())
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Compare what two runs logged and the models they ended with, bit by bit."""
     assert exact_log(one) == exact_log(other) and logged(one)
     assert moved(one, other) == set()
 
 
 def assert_same_checkpoint(one: Path, other: Path) -> None:
-    """Compare two checkpoints bit by bit: what trained, blocks, and what optimizers know of both."""
     assert (one / "trained.safetensors").read_bytes() == (other / "trained.safetensors").read_bytes()
     levels = [folder.glob("block_states/0/level-*") for folder in (one, other)]
     blocks = [{path.name: path.read_bytes() for path in paths} for paths in levels]
@@ -94,7 +88,6 @@ def assert_same_blocks(one: MemoryBank, other: MemoryBank, rtol: float = 0.0, at
 
 
 def assert_close_weights(one: Path, other: Path) -> None:
-    """Compare two models of runs that add the same numbers in another order."""
     of_one, of_other = weights(one), weights(other)
     assert of_one.keys() == of_other.keys()
     for name, tensor in of_one.items():
@@ -103,7 +96,6 @@ def assert_close_weights(one: Path, other: Path) -> None:
 
 
 def as_it_was_at(step: int, whole: Path, output: Path) -> Path:
-    """Copy a run as one that was killed behind the checkpoint of a step."""
     shutil.copytree(whole, output, ignore=shutil.ignore_patterns("model.safetensors", "memory_bank"))
     (output / "config.json").unlink()
     for number, folder in checkpoints_in(output).items():
@@ -126,7 +118,6 @@ def assert_resumes(
 
 
 def flip(path: Path, byte: int = -100) -> None:
-    """Change one bit of a byte of a file, counted from its end where the number is negative."""
     content = bytearray(path.read_bytes())
     content[byte] ^= 1
     path.write_bytes(content)

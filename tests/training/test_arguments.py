@@ -24,7 +24,6 @@ NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c", "bf16": F
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
-    """Write a file with what a run cannot do without."""
     path = tmp_path / "train.yaml"
     path.write_text("".join(f"{key}: {value}\n" for key, value in NEEDED.items()))
     return path

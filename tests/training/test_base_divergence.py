@@ -78,14 +78,6 @@ def test_passes_of_the_base_leave_nothing_behind(options, config_for, blocks_for
     assert diverged[0] < 1e-6 and diverged[-1] > 1e-9
 
 
-def test_heavier_weight_keeps_a_run_nearer_to_its_base(config_for, tmp_path):
-    ends = {}
-    for weight in (0.01, 100.0):
-        run_training(config_for(f"{weight}", base_kl=weight, max_steps=20))
-        ends[weight] = logged(tmp_path / f"{weight}", "base_divergence")[-1]
-    assert ends[100.0] < 0.8 * ends[0.01]
-
-
 def test_the_logged_loss_has_the_weighted_divergence(config_for, tmp_path):
     run = PreparedRun(config_for("heavy", base_kl=2.0, max_steps=1))
     ids = next(iter(run.trainer.get_train_dataloader()))["input_ids"]
@@ -118,7 +110,6 @@ def test_base_kl_run_resumes_and_evaluates_without_it(config_for, corpus, tmp_pa
 
 
 def trainer_of(model, **changes) -> SimpleNamespace:
-    """Return what a Trainer is, as far as the checks ask."""
     of_processes = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, "accelerator": SimpleNamespace()}
     return SimpleNamespace(model=model, args=SimpleNamespace(base_kl=0.3), **{**of_processes, **changes})
 

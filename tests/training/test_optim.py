@@ -59,7 +59,6 @@ def names_in(model, group) -> set[str]:
 
 
 def names_by_kind(model) -> dict[str, set[str]]:
-    """Return the names of what trains in a model of headwise memories."""
     memories = [name for name, module in model.named_modules() if isinstance(module, MemoryModule)]
     kinds = {kind: {f"{memory}.{name}" for memory in memories for name in names} for kind, names in KINDS.items()}
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -27,7 +27,6 @@ CARD = "---\ntags:\n- upscaled\n---\n\n# A model\n\nWhat it is: ü.\n\n"
 
 @pytest.fixture
 def model(upscaled, tmp_path) -> Path:
-    """An upscaled model with a card and terms."""
     folder = tmp_path / "model"
     shutil.copytree(upscaled("llama"), folder)
     measured = CARD.replace("---\n\n", "model-index:\n- name: of the base\n  results: []\n---\n\n")

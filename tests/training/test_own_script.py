@@ -21,8 +21,6 @@ ARGUMENTS = {**QUIET, "max_steps": STEPS, "weight_decay": 0.1, "warmup_steps": 1
 
 
 class NotedRates(TrainerCallback):
-    """Notes the rate of each group of parameters at every step."""
-
     def __init__(self):
         self.of_group: dict[str, list[float]] = {}
 

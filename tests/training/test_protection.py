@@ -33,7 +33,6 @@ def texts(tmp_path_factory):
 
 
 def engram(texts, folder, family="llama", base=None, tokenizer=None, **options):
-    """Return a tiny model with rows for the n-grams of the corpus."""
     if base is None:
         base = save_tiny_model(family, folder / "base")
         (tokenizer or tiny_tokenizer()).save_pretrained(base)
@@ -228,13 +227,11 @@ def test_a_certificate_that_does_not_fit_is_refused(change, message, trained, te
 
 
 def edited(folder, **changes):
-    """Change the config of a saved model."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def retrained(folder, name, beside=None):
-    """Change a tensor of a saved model."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     if beside is not None:  # stays a file of the weights as they were
         shutil.copy(folder / "model.safetensors", folder / beside)

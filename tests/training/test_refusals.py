@@ -63,7 +63,6 @@ def as_pointer(name):
 
 
 def choose_trained(get, keys):
-    """Choose what trains of a model, with another record of what is new."""
     model = AutoModelForCausalLM.from_pretrained(get(keys.get("kind", "upscaled"))("llama"))
     if "upscale" in keys:
         model.config.upscale = keys["upscale"]
@@ -242,6 +241,7 @@ COMMANDS = [
     (sft, ["chats.jsonl", "--model=base", "--output=o", "--max_length=8"], "trainable is 'auto', .* is a base"),
     (sft, ["chats.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is not a key; did you mean --max_length"),
     (sft, ["chats.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns"),
+    (sft, ["chats.yaml", MODEL, "--dataset_name=nothing.jsonl"], "dataset_name is 'nothing.jsonl', which is empty: it has no row"),
     (sft, ["chats.yaml", MODEL], "no 'dataset_name'; .* or by --dataset_name"),
 ]  # fmt: skip
 FILES = {
@@ -251,6 +251,7 @@ FILES = {
     "recipe.yaml": "{max_steps: 2, sequence_length: 8, bf16: false}",
     "chats.yaml": "{max_steps: 2, max_length: 8, bf16: false}",
     "misspelt.yaml": "max_step: 2\n",
+    "nothing.jsonl": "",
     "odd.yaml": "{1: 2, lr: 3}",
     "texts.jsonl": '{"text": "a"}',
 }
@@ -258,7 +259,6 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def room(upscaled, tmp_path_factory):
-    """A folder with a model, its base, texts and recipes."""
     room = tmp_path_factory.mktemp("room")
     for name, source in (("model", upscaled()), ("base", upscaled().parent / "base")):
         shutil.copytree(source, room / name)

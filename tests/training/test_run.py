@@ -115,7 +115,6 @@ def test_held_out_text_is_measured_and_the_best_model_is_saved(config_for, corpu
     ("family", "bf16"), [*((family, True) for family in by_default(["gemma2"], FAMILIES)), ("llama", False)]
 )
 def test_new_tensors_of_a_bfloat16_base_train_in_float32(family, bf16, config_for, tmp_path):
-    """And so is all of it without bf16."""
     model = save_upscaled(family, tmp_path, dtype=torch.bfloat16)
     run = PreparedRun(config_for(model=model, bf16=bf16, max_steps=6))
     for name, parameter in run.model.named_parameters():
@@ -253,7 +252,6 @@ MEMORIES = {
 
 
 def shape(memory: str | None) -> PreTrainedConfig:
-    """The config of a Llama, with a memory or without."""
     native = FAMILIES["llama"].config()
     if memory is None:
         return native
@@ -263,7 +261,6 @@ def shape(memory: str | None) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("memory", by_default(["chapters"], [None, *MEMORIES]))
 def test_new_model_trains_whole_and_is_saved_with_its_card(memory, begun, tmp_path):
-    """Its card names no base, and nothing that is saved names a path of this machine."""
     run = PreparedRun(begun(model_config=shape(memory), max_steps=60, seed=3))
     start = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     assert all(parameter.requires_grad for parameter in run.model.parameters())

@@ -26,7 +26,6 @@ TREE, OTHER = (random_tree(3, 2, width=WIDTH, seed=seed) for seed in (0, 1))
 
 
 def named(assigned, path, tree):
-    """The same corpus, whose documents say which tree their paths are of."""
     rows = [json.loads(line) for line in assigned.read_text().splitlines()]
     path.write_text("".join(json.dumps({**row, "memory_tree": tree.fingerprint}) + "\n" for row in rows))
     return path
@@ -46,7 +45,6 @@ def made(fetching, assigned, tmp_path_factory):
 
 
 def fingerprints(folder) -> tuple[str | None, str | None]:
-    """What the bank says, and the tree beside it is; None where there is none."""
     bank = folder / "memory_bank" / "hier-ffn"
     beside = ClusterTree.load(bank).fingerprint if (bank / "tree.json").exists() else None
     return json.loads((bank / "bank.json").read_text())["tree"], beside
@@ -74,7 +72,6 @@ def test_tree_of_a_run_is_saved_and_moves_with_the_bank(made, fetching, tmp_path
 
 
 def test_tree_may_be_named_by_its_model(blocks_for, made, tmp_path):
-    """A person may change the files of a tree where they lie; those of a model may not change with them."""
     config = blocks_for(model=made / "model", corpus=made / "tree.jsonl", tree=str(made / "model"), max_steps=1)
     assert ("tree", str(made / "model")) in config.sources(), "overwriting must not take it away"
     run_training(config)
@@ -107,7 +104,6 @@ def test_texts_and_trees_of_another_tree_are_refused(
 
 
 def test_changed_tree_or_bank_is_not_resumed_over(blocks_for, assigned, made, fetching, tmp_path):
-    """Where the corpus does not say which tree its paths are of."""
     TREE.save(tmp_path / "tree")
     shutil.copytree(fetching, tmp_path / "model")
     keys = {"model": tmp_path / "model", "tree": str(tmp_path / "tree"), "save_steps": 1}

@@ -5,7 +5,7 @@ import torch
 from training.outcomes import assert_resumes, logged, weights
 from transformers import AutoModelForCausalLM, default_data_collator
 
-from midus_hf.training.row_adamw import RowAdamW, clip_rows
+from midus_hf.training.row_adamw import RowAdamW
 from midus_hf.training.run import run_training
 from midus_hf.training.trainer import MemoryTrainer
 
@@ -49,8 +49,6 @@ def test_row_update_equals_adamw():
 
 
 class WholeMoments(torch.optim.AdamW):
-    """The same update by moments as large as the table."""
-
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
@@ -95,18 +93,6 @@ def test_moments_of_read_rows_are_exact(restarts, tmp_path):
     assert not torch.equal(trained, table)
 
 
-def test_rows_are_clipped_to_a_norm_that_they_have_together():
-    tables = [torch.nn.Parameter(torch.zeros(4, 2)) for _ in range(2)]
-    for table in tables:
-        table.grad = sparse(torch.full((4, 2), 3.0), [1, 2])
-    norm = clip_rows(tables, 1.0)
-    assert norm.item() == pytest.approx(3 * 8**0.5)
-    values = torch.cat([table.grad.values() for table in tables])
-    assert values.norm().item() == pytest.approx(1.0, rel=1e-5)
-    assert clip_rows(tables, 5.0).item() == pytest.approx(1.0, rel=1e-5)
-    assert torch.equal(torch.cat([table.grad.values() for table in tables]), values)
-
-
 BANK = "model.memory_tables.chapters.0.bank"
 OF_MANY_CHAPTERS = {"memory_tokens": 192, "chapters": 96, "routing": "sequence"}
 
@@ -122,7 +108,6 @@ OF_MANY_CHAPTERS = {"memory_tokens": 192, "chapters": 96, "routing": "sequence"}
     ids=str,
 )
 def test_sparse_run_moves_read_rows_as_a_dense_one(method, options, changes, upscaled, config_for, tmp_path):
-    """Others keep their bytes, and the log has the norm of all gradients."""
     model = upscaled("llama", method, **options)
     for is_sparse in (False, True):
         run_training(config_for(str(is_sparse), model=model, warmup_steps=0, sparse_values=is_sparse, **changes))

@@ -37,7 +37,6 @@ ALONE = {
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """A folder of files of rows, of which two processes can read two each."""
     folder = tmp_path_factory.mktemp("rows")
     for number in range(4):
         texts = [document(10 + 3 * place, 9 * number + place) for place in range(9)]

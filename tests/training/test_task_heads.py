@@ -69,13 +69,11 @@ def test_lora_config_trains_saves_and_merges_the_head(auto, task, upscaled, tmp_
 
 
 def preferences():
-    """Return pairs of answers, of which one is chosen."""
     rows = [{"prompt": f"w{5 + row} w9", "chosen": "w7 w8 w9", "rejected": f"w{row + 20} w3"} for row in range(8)]
     return Dataset.from_list(rows)
 
 
 def rewards(completions, **_):
-    """Of each text: its different words, and a word that it may have."""
     return [float(len(set(text.split()))) + text.count("w1") for text in completions]
 
 

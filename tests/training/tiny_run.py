@@ -34,7 +34,6 @@ EOS_ID = 2
 
 
 def is_new(name: str) -> bool:
-    """Return whether a tensor is of a layer that was inserted."""
     return any(name.startswith(f"model.layers.{layer}.") for layer in NEW_LAYERS)
 
 
@@ -75,7 +74,6 @@ def document(length: int, seed: int) -> str:
 
 
 def write_corpus(folder: Path, documents: int = 20, length: int = 60) -> Path:
-    """Write a folder of text files."""
     folder.mkdir(parents=True)
     for index in range(documents):
         (folder / f"{index:03}.txt").write_text(document(length, index), encoding="utf-8")
@@ -115,7 +113,6 @@ def save_upscaled(
 
 
 def save_native(family: str, folder: Path) -> Path:
-    """Save a tiny model of six layers of the family's own class, whose config says which of them are new."""
     tiny_model(family, num_hidden_layers=6).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["upscale"] = {
@@ -135,13 +132,11 @@ QUIET = {**_SMALL, "use_cpu": True, "report_to": "none", "save_strategy": "no", 
 
 
 def tiny_config(model: Path | None, corpus: Path, output: Path, **changes: Any) -> TrainArguments:
-    """A run of 20 steps of 2 sequences of 16 tokens, with rates that move a tiny model."""
     options = {"model_name_or_path": None if model is None else str(model), "corpus": str(corpus), **TINY}
     return TrainArguments(**{"output_dir": str(output), **options, "max_steps": 20, **changes})
 
 
 def write_recipe(folder: Path, model: Path, corpus: Path, **changes: Any) -> Path:
-    """Write a run of 6 steps with rates that move a tiny model."""
     options = {"model_name_or_path": model, "corpus": corpus, **TINY, "max_steps": 6, **changes}
     (folder / "recipe.yaml").write_text("".join(f"{name}: {value}\n" for name, value in options.items()))
     return folder / "recipe.yaml"
@@ -152,7 +147,6 @@ LEAVES = [0, 4, 5]
 
 
 def write_assigned(path: Path) -> Path:
-    """Write a corpus whose documents have paths."""
     leaves = [LEAVES[index % 3] for index in range(18)]
     rows = [{"text": document(30, leaf), "memory_ids": [leaf // 3, leaf]} for leaf in leaves]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -165,7 +159,6 @@ def block_config(model: Path, assigned: Path, output: Path, **changes: Any) -> T
 
 
 def refused(message: str) -> AbstractContextManager:
-    """Expect that a person is refused what they ask for, in words that a pattern is found in."""
     return pytest.raises(ValueError, match=message)
 
 
@@ -184,7 +177,6 @@ def give_held_out_losses(monkeypatch: pytest.MonkeyPatch, curve: Callable[[int],
 
 
 def best_at(step: int) -> Callable[[int], float]:
-    """A loss that falls until a step and then rises: for `give_held_out_losses`."""
     return lambda now: 3 + abs(now - step) / 100
 
 
@@ -193,8 +185,6 @@ BEFORE, AFTER, END = "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"
 
 
 class AtStep(TrainerCallback):
-    """Does something at a step, or at every one: `work` is given the model."""
-
     def __init__(self, step: int, work: Callable[[Any], Any], moment: str = BEFORE):
         self.step, self.work, self.is_done = step, work, moment == END
         setattr(self, moment, self._look)
@@ -205,7 +195,6 @@ class AtStep(TrainerCallback):
 
 
 def signal_at(step: int, number: signal.Signals = signal.SIGINT) -> AtStep:
-    """Signal this process in the middle of a step."""
     return AtStep(step, lambda model: signal.raise_signal(number))
 
 

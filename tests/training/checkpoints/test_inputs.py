@@ -61,7 +61,6 @@ def test_a_model_has_the_digests_of_its_weights_and_settings():
 
 @pytest.fixture
 def own_inputs(upscaled, corpus, tmp_path):
-    """Copies of a model and of texts, and what gives the arguments of a run of two steps that reads them."""
     shutil.copytree(upscaled("llama"), tmp_path / "model")
     shutil.copytree(corpus, tmp_path / "texts")
     (tmp_path / "held_out.txt").write_text(document(40, 99))
@@ -97,7 +96,6 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_inputs_are_not_resumed_over(name, own_inputs, tmp_path):
-    """Held-out text counts where it chooses the model that is saved."""
     change, message = CHANGES[name]
     run_training(own_inputs(load_best_model_at_end=True))
     shutil.rmtree(tmp_path / "out" / "checkpoint-2")
@@ -107,7 +105,6 @@ def test_changed_inputs_are_not_resumed_over(name, own_inputs, tmp_path):
 
 
 def test_touched_or_unread_inputs_resume(own_inputs, tmp_path):
-    """Files that nothing reads, and held-out text that chooses nothing, may change."""
     whole = run_training(own_inputs())
     shutil.rmtree(tmp_path / "out" / "checkpoint-2")
     for path in [*tmp_path.glob("texts/*"), *tmp_path.glob("model/*")]:

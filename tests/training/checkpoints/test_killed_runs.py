@@ -61,7 +61,6 @@ print(json.dumps(endings))
 
 @pytest.fixture(scope="module")
 def runs(fetching, assigned, tmp_path_factory):
-    """A run that nobody disturbed, with all of its checkpoints, and those that were killed, each with what it left."""
     folder = tmp_path_factory.mktemp("killed")
     options = {"trainable": "all", "generic_share": 0.3, "per_device_train_batch_size": 4, "save_steps": 2}
     recipe = write_recipe(folder, fetching, assigned, path_column="memory_ids", **options)

@@ -26,7 +26,6 @@ OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
 
 @pytest.fixture(scope="module")
 def whole(upscaled, corpus, tmp_path_factory) -> Path:
-    """The output of a run that nobody disturbed, with all of its checkpoints."""
     output = tmp_path_factory.mktemp("whole") / "out"
     run_training(tiny_config(upscaled("llama"), corpus, output, **OPTIONS))
     return output
@@ -34,13 +33,11 @@ def whole(upscaled, corpus, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def output(whole, tmp_path) -> Path:
-    """The same run as it was when it had saved its checkpoint of step 4."""
     return as_it_was_at(4, whole, tmp_path / "out")
 
 
 @pytest.fixture
 def resumed(config_for):
-    """Return what gives the arguments of the same run, to be gone on with."""
     return lambda **changes: config_for(**{**OPTIONS, "resume_from_checkpoint": "auto", **changes})
 
 
@@ -89,7 +86,6 @@ def test_resumption_skips_a_damaged_checkpoint_exactly(resumed, output, whole, c
 
 
 def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, whole, tmp_path):
-    """By `auto`, which never starts over a trained model."""
     shutil.rmtree(output / "checkpoint-4")
     (output / "checkpoint-2" / "manifest.json").unlink()
     (output / "checkpoint-2" / "left.bin").touch()
@@ -235,8 +231,6 @@ def test_two_runs_at_once_do_not_write_one_folder(config_for, tmp_path):
 
 
 class Classifier(nn.Linear):
-    """A module that is no language model."""
-
     def forward(self, x, labels):
         logits = super().forward(x)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}

@@ -38,7 +38,6 @@ CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
 
 
 def launched_environment(name: str) -> dict[str, str]:
-    """The variables that `accelerate launch --config_file` sets, beside those that are there."""
     words = ["--config_file", str(CONFIGS / f"{name}.yaml"), "script.py"]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     environment = prepare_multi_gpu_env(arguments)
@@ -82,7 +81,6 @@ def sharded(recipe: Path, *words: str) -> None:
 
 
 def test_two_processes_train_as_one(words, corpus, tmp_path):
-    """And both refuse to go on with other texts, in one line."""
     shutil.copytree(corpus, tmp_path / "texts")
     words += [f"--corpus={tmp_path / 'texts'}", "--max_steps=5", "--save_steps=2", "--load_best_model_at_end=true"]
     words += [f"--eval_text={corpus}", "--eval_steps=2", "--base_kl=3"]
@@ -120,7 +118,6 @@ def test_sharded_processes_save_once_and_go_on_exactly(law, corpus, tmp_path):
 
 @pytest.fixture
 def told_to_shard(monkeypatch):
-    """Pretend that accelerate was started with FSDP."""
     for variable, value in ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
 
@@ -232,7 +229,6 @@ def test_parameters_are_shared_from_the_third_stage_on(stage, shared):
 
 @pytest.fixture
 def zero_three():
-    """transformers was told of the third stage, as `TrainingArguments` tell it."""
     plugin = Mock(is_zero3=lambda: True)  # which can be referred to weakly
     deepspeed.set_hf_deepspeed_config(plugin)
     yield plugin
@@ -271,7 +267,6 @@ REFUSED_BY_DEEPSPEED = [
 
 @pytest.mark.parametrize(("half", "settings", "message"), REFUSED_BY_DEEPSPEED)
 def test_deepspeed_rates_and_rounding_are_refused(half, settings, message):
-    """It casts a whole model to half precision and saves that."""
     model = torch.nn.ModuleList([torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 2)])
     with refused(message):
         sharding(model, half=half, **settings)

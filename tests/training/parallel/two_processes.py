@@ -40,7 +40,6 @@ def assert_shared_run_is_that_of_one(
 
 
 def assert_tied_tensors_are_saved_once(shared: Callable[..., Any], corpus: Path, folder: Path) -> None:
-    """Train a model in bfloat16 whose output projection is its embedding, and look at what is saved."""
     model = save_upscaled("qwen2", folder, dtype=torch.bfloat16)
     shared(write_recipe(folder, model, corpus, trainable="all"), f"--output_dir={folder / 'out'}")
     assert {tensor.dtype for tensor in weights(folder / "out").values()} == {torch.bfloat16}
