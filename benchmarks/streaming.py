@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.measuring import RESULTS, Row, command_line, run_columns, tell
-from midus_hf.data.corpus import stream_rows
+from midus_hf.data.corpus import read_rows
 from midus_hf.data.stream import StreamedSequences
 
 _WORDS = [f"word{number:05}" for number in range(20_000)]
@@ -68,7 +68,7 @@ def measure(folder: Path, num_bytes: int, length: int, buffer: int) -> Row:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
     def made() -> StreamedSequences:
-        rows = stream_rows("corpus", str(folder), ["text"])
+        rows = read_rows("corpus", str(folder), columns=["text"])
         return StreamedSequences(rows, fast, length, documents_apart=False, shuffle_buffer=buffer)
 
     # A text has a space less than words, and EOS.

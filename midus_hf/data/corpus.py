@@ -114,14 +114,20 @@ def read_rows(
 
     Args:
         text_column: Column that gets the text of text files. Default: None, text files have no rows and are not read.
-        columns: Columns of a stream, as in `stream_rows`. Default: None, a `datasets.Dataset`.
+        columns: Columns of a stream, text first, that are read where rows have them; `stream_files` identifies its files. The file of
+            each row is under `STREAMED_FILE_COLUMN`, except for rows of a saved dataset. Slices of splits are refused, and file
+            contents when they are read. Default: None, a `datasets.Dataset`.
     """
+    if columns is not None:
+        if split is not None and "[" in split:
+            raise RequestError(f"{key}_split is {split!r}, and a stream has no slices; expected whole splits.")
+        text_column = columns[0]
     names = [sources] if isinstance(sources, str) else list(sources)
     if not names or "" in names:
         raise RequestError(f"{key} is empty; expected a file, a folder or a dataset id.")
     if importlib.util.find_spec("datasets") is None:
         raise RequestError(
-            f"{_label(key, sources)} needs the package datasets, which is not installed; run: pip install datasets"
+            f"{_label(key, sources)} needs the package datasets, not installed; run: pip install datasets"
         )
     import datasets
 
@@ -136,26 +142,6 @@ def read_rows(
         raise RequestError(
             f"{_label(key, sources)} has columns that differ in type from file to file: {_cause(error)[1]}"
         ) from error
-
-
-def stream_rows(
-    key: str,
-    sources: str | Sequence[str],
-    columns: Sequence[str],
-    *,
-    split: str | None = None,
-    name: str | None = None,
-) -> "IterableDataset":
-    """Return the rows that `read_rows` reads as a stream; `stream_files` identifies its files.
-
-    Columns, text first, are read where rows have them. The file of each row is under `STREAMED_FILE_COLUMN`, except for rows of a
-    saved dataset. Slices of splits are refused, and file contents when they are read.
-    """
-    if split is not None and "[" in split:
-        raise RequestError(
-            f"{key}_split is {split!r}, and a stream has no slices; expected whole splits, such as 'train'."
-        )
-    return read_rows(key, sources, split=split, name=name, text_column=columns[0], columns=columns)
 
 
 class DocumentPaths(NamedTuple):
@@ -191,13 +177,6 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
     return DocumentPaths(np.array(paths, dtype=np.int64).reshape(len(paths), -1), trees[0])
 
 
-def may_be_dataset_id(source: str) -> bool:
-    """Return whether a name could be the id of a dataset on the Hub."""
-    is_id = _DATASET_ID.fullmatch(source) is not None
-    # `datasets` reads the current folder for an id such as `json`.
-    return is_id and _kind_of(Path(source)) is None and source not in KINDS.values()
-
-
 def _label(key: str, sources: str | Sequence[str]) -> str:
     return f"{key} {sources!r}" if isinstance(sources, str) else f"{key} {', '.join(map(repr, sources))}"
 
@@ -227,12 +206,12 @@ def _read_source(
 
     path, subject = Path(source).expanduser(), f"{key} is {source!r}"
     resolved = os.path.realpath(path)
-    if not path.exists() and not may_be_dataset_id(source):
+    # `datasets` reads the current folder for an id such as `json`.
+    may_be_id = _DATASET_ID.fullmatch(source) and _kind_of(Path(source)) is None and source not in KINDS.values()
+    if not path.exists() and not may_be_id:
         raise RequestError(f"{subject}, which does not exist; expected a file, a folder or a dataset id.")
     if path.exists() and ("::" in resolved or (path.is_dir() and glob.escape(resolved) != resolved)):
-        raise RequestError(
-            f"{subject}; the package datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename the file or the folder."
-        )
+        raise RequestError(f"{subject}; datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename it.")
     is_saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))  # by `save_to_disk`
     is_declared, card = not path.exists(), path / "README.md"
     if card.is_file() and not is_saved:  # the card of a dataset repository lists its data files
@@ -255,7 +234,7 @@ def _read_source(
         chosen = split or (next(iter(rows)) if len(rows) == 1 else "train")
         if chosen not in rows:
             raise RequestError(
-                f"{subject}, which has the splits {', '.join(rows)}, and not {chosen!r}; name one of them, or the file of one."
+                f"{subject}, which has the splits {', '.join(rows)}, and not {chosen!r}; name one of them."
             )
         if len(rows) > 1:
             print_note(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
@@ -422,9 +401,7 @@ def _read_files(
     texts = builder.as_dataset(split="train")
     for file, text in zip(read, texts["text"], strict=False):
         if "\0" in text:  # zero bytes are valid UTF-8, but not text
-            raise RequestError(
-                f"{key} has the file {str(file)!r}, which is not text: it has zero bytes. Remove it, or convert it."
-            )
+            raise RequestError(f"{key} has the file {str(file)!r}, which is not text: it has zero bytes. Remove it.")
     if names_files and path.is_dir() and text_column != _FILE_COLUMN:
         rows = rows["train"].add_column(_FILE_COLUMN, [file.relative_to(path).as_posix() for file in read])
     return rows if text_column in (None, "text") else rows.rename_column("text", text_column)

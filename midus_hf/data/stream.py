@@ -36,17 +36,9 @@ class StreamedSequences(IterableDataset):
     digests of the texts: if any file was written, copied or moved since, `load` reads them again and compares. It is iterated in its
     own process, not by workers.
 
-    Args:
-        texts: Stream of `stream_rows`; unreadable or blank first texts, and texts that fill no sequence, are refused.
-        tokenizer: The tokenizer, which has an EOS token.
-        sequence_length: T.
-        documents_apart: Whether tokens attend only within their text.
-        key: Name of the texts, for messages.
-        text_column: Column that holds the text.
-        vocab_size: Number of tokens of the model, which ids are checked against. Default: None, no check.
+    Args as of `packed_sequences` and `leaf_sequences`, and:
+        texts: Stream of `read_rows`; unreadable or blank first texts, and texts that fill no sequence, are refused.
         read_paths: Returns the paths of rows, as `checked_paths`, with their name as `text`. Default: None, no paths.
-        path_column: Column of the paths.
-        depth: Number of levels of a path that name its leaf. Default: all.
         shuffle_buffer: Number of sequences from which the next is drawn; with 0 they come in order.
         seed: Seed of the draws, or several numbers.
         rank: Number of this process of `world_size`; `split_dataset_by_node` divides files if all get as many, else texts.
@@ -269,9 +261,7 @@ class StreamedSequences(IterableDataset):
         named, reason = _name_files(_files(batch, blank)), f"blank or missing under {self._text_column!r}"
         line = f"a text{named}, after {counts['texts'] + blank[0]:,} others, is {reason}, and is left out, as all such texts are"
         if extent == "all":
-            line = (
-                f"all {len(blank):,} texts{named} after the first {counts['texts']:,} are {reason}, and are left out"
-            )
+            line = f"all {len(blank):,} texts{named} after the first {counts['texts']:,} are {reason}, and left out"
         print_note(f"{self._label}: {line}", f"{extent} texts blank")
 
     def _pack_by_leaf(self, tokens: list[list[int]], batch: dict[str, list[Any]]) -> None:

@@ -94,10 +94,10 @@ def prove_untouched(
         untouched = [
             document for document, reading in zip(texts[text], one.reading.tolist(), strict=True) if not reading
         ]
-        compared = compare_texts(model, tokenizer, untouched, [memory])
-        if compared.differing:
+        _, differing = compare_texts(model, tokenizer, untouched, [memory])
+        if differing:
             raise RuntimeError(
-                f"{len(compared.differing)} untouched documents of {text} have different logits with memory {memory!r} than without "
+                f"{len(differing)} untouched documents of {text} have different logits with memory {memory!r} than without "
                 "it. This is a fault of midus_hf: please report it."
             )
         proven += len(untouched)

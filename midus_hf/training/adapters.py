@@ -63,9 +63,7 @@ def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
     """Return the `LoraConfig` of the key `adapters`, and whether new parts also train in full."""
     layers = options.get("layers", "base")
     if layers not in ("base", "all"):
-        raise RequestError(
-            f"adapters.layers is {layers!r}; expected base or all. PEFT's layers_to_transform lists layers by their indices."
-        )
+        raise RequestError(f"adapters.layers is {layers!r}; expected base or all. Set layers_to_transform for some.")
     keys = {key: value for key, value in options.items() if key != "layers"}
     keys = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **keys}
     with as_request_error("PEFT refuses the keys of adapters", ValueError):
@@ -100,9 +98,7 @@ def add_adapters(view: ModelView, options: Mapping[str, Any]) -> tuple[PeftModel
         banks.trainable = trains_new and view.adds_bank
     training, total = adapted.get_nb_trainable_parameters()
     if not training:
-        raise RequestError(
-            f"nothing is trained with adapters {dict(options)}; expected adapters that are trained. Remove inference_mode."
-        )
+        raise RequestError(f"nothing is trained with adapters {dict(options)}; expected some. Remove inference_mode.")
     blocks = sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0
     return adapted, (
         f"Training adapters on {'the base, and all new parameters' if new else 'all layers'}: "

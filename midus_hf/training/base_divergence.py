@@ -23,12 +23,8 @@ def divergence_without_target(logits: torch.Tensor, base_logits: torch.Tensor, l
     """Return the sum over the predicted tokens of KL(base || model) in nats, both without the next token.
 
     Both distributions are normalised without that token: learning it costs nothing, moving the others does. Distributions are
-    recomputed in the backward pass, so only those of 256 tokens are held at a time. The sum has at least float32.
-
-    Args:
-        logits: Logits of the model, `[B, T, V]`.
-        base_logits: Logits of the base, `[B, T, V]`; they get no gradient.
-        labels: Token ids, `[B, T]`; the token at t is predicted at t - 1. -100 marks tokens that are not learned.
+    recomputed in the backward pass, so only those of 256 tokens are held at a time. The sum has at least float32. Logits are
+    `[B, T, V]`, those of the base get no gradient; `labels` are `[B, T]`, -100 for tokens that are not learned.
     """
     rows, positions = (labels[:, 1:] != IGNORED_LABEL).nonzero(as_tuple=True)  # [N]
     total = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
@@ -74,9 +70,7 @@ def check_base_divergence(trainer: Any) -> None:
         if name is not None:
             reason = f"base parameter {name} trains; expected only added ones. Set trainable: new, or adapters."
         elif not view.record.has_whole_base:
-            reason = (
-                "the model lacks layers of its base, or repeats them; expected each once, in order. Leave base_kl out."
-            )
+            reason = "the model lacks layers of its base, or repeats some; expected each once. Leave base_kl out."
     if reason:
         raise RequestError(f"base_kl is {trainer.args.base_kl:g}, and {reason}")
 

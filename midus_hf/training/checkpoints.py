@@ -45,9 +45,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
     """
     path = Path(folder, TRAINED_FILE)
     if not path.is_file():
-        raise RequestError(
-            f"{str(folder)!r} has no {TRAINED_FILE}; expected a checkpoint of a run, such as checkpoint-500."
-        )
+        raise RequestError(f"{str(folder)!r} has no {TRAINED_FILE}; expected a checkpoint of a run.")
     tensors = dict(saved_tensors(model))
     with safe_open(path, "pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}

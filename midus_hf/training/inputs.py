@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
 from midus_hf.config.errors import RequestError, as_request_error, install_extra, print_note
-from midus_hf.data.corpus import TREE_COLUMN, read_corpus, stream_rows
+from midus_hf.data.corpus import TREE_COLUMN, read_corpus, read_rows
 from midus_hf.data.packing import PackedTexts, checked_paths, leaf_sequences, packed_sequences
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.files.checkpoint_files import (
@@ -80,9 +80,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         resolve_trainable(config, arguments.trainable)  # type: ignore[arg-type]
         return config
     if importlib.util.find_spec("peft") is None:
-        raise RequestError(
-            f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
-        )
+        raise RequestError(f"adapters need peft, not installed; {install_extra('train')}, or leave them out.")
     from midus_hf.training.adapters import read_adapters
 
     assert isinstance(arguments.adapters, dict), "checked by the arguments"
@@ -106,11 +104,7 @@ def load_run_tokenizer(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
 
 
 def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
-    """Load or make the model; return it and the contents, by name, of files that match `ACCOMPANYING`.
-
-    A saved model has the dtype of its checkpoint. A new model draws its weights from torch's random generator, and comes with a card
-    that says so.
-    """
+    """Load the model in its dtype, or make it at random; return it and files to save with it, by name."""
     attention, source = arguments.attn_implementation, arguments.model_name_or_path
     with load_unsharded(), as_request_error(_expected(arguments), OSError, ValueError, ImportError, SafetensorError):
         if source is None:
@@ -196,7 +190,7 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
         seed = [arguments.seed if arguments.data_seed is None else arguments.data_seed, arguments.process_index]
         settings |= {"shuffle_buffer": arguments.shuffle_buffer, "seed": seed}
         settings |= {"rank": arguments.process_index, "world_size": arguments.world_size}
-        train = StreamedSequences(stream_rows("corpus", corpus, columns, **named), tokenizer, length, **settings)
+        train = StreamedSequences(read_rows("corpus", corpus, columns=columns, **named), tokenizer, length, **settings)
         order = f"drawn from {arguments.shuffle_buffer:,}" if arguments.shuffle_buffer else "in order"
         reads, tree = f"corpus: a stream of sequences of {length:,}, {order}", train.tree
     else:

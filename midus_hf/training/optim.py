@@ -28,27 +28,16 @@ _FALLING_SHARE = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class TrainableReport:
-    """Summary of the trained parameters, which `print` writes as a sentence.
+    """Summary of the trained parameters, which `print` writes as a sentence."""
 
-    Args:
-        trainable: `"new"`, `"all"`, or the list of layers or roles; the config's choice in place of `"auto"`.
-        layers: Indices of the decoder layers that train, ascending.
-        num_layers: L, number of all decoder layers.
-        parameters: Number of parameters that train.
-        total_parameters: Number of all parameters; tied ones count once.
-        frozen: Roles of memory tensors that were excluded from training. Default: none.
-        blocks: Number of parameters in the checkpoint's banks, trained when texts fetch them. Default: 0.
-        fetched: Number of parameters of the blocks that a text fetches. Default: 0.
-    """
-
-    trainable: Resolved
-    layers: list[int]
-    num_layers: int
-    parameters: int
-    total_parameters: int
-    frozen: list[TrainedRole] = dataclasses.field(default_factory=list)
-    blocks: int = 0
-    fetched: int = 0
+    trainable: Resolved  #: the config's choice in place of `"auto"`
+    layers: list[int]  #: indices of the decoder layers that train, ascending
+    num_layers: int  #: L, number of all decoder layers
+    parameters: int  #: number of those that train
+    total_parameters: int  #: tied ones count once
+    frozen: list[TrainedRole] = dataclasses.field(default_factory=list)  #: roles of memory tensors that were excluded
+    blocks: int = 0  #: number of parameters in the checkpoint's banks, trained when texts fetch them
+    fetched: int = 0  #: number of parameters of the blocks that a text fetches
 
     def __str__(self) -> str:
         choice = self.trainable if isinstance(self.trainable, str) else ", ".join(map(str, self.trainable))
@@ -155,9 +144,7 @@ def set_trainable(
         for tensor in tensors:
             tensor.requires_grad_(False)
     if frozen and not num_trained(view.model):
-        raise RequestError(
-            f"frozen is {list(frozen)}, which leaves nothing to train; freeze less, or set trainable: all."
-        )
+        raise RequestError(f"frozen is {list(frozen)}, which leaves nothing to train; freeze less.")
     banks = view.banks
     if banks is not None:
         banks.trainable = resolved == "all" or (resolved == "new" and view.adds_bank)
@@ -305,9 +292,8 @@ def group_schedules(
     schedules = [group["schedule"] for group in optimizer.param_groups]
     if kind is SchedulerType.REDUCE_ON_PLATEAU and "4x-to-1x" not in schedules:
         floors = [group["lr"] if group["schedule"] == "constant" else 0.0 for group in optimizer.param_groups]
-        return get_scheduler(
-            kind, optimizer, scheduler_specific_kwargs={"min_lr": floors, **(lr_scheduler_kwargs or {})}
-        )
+        options = {"min_lr": floors, **(lr_scheduler_kwargs or {})}
+        return get_scheduler(kind, optimizer, scheduler_specific_kwargs=options)
     warmup = math.ceil(warmup_steps * total_steps) if warmup_steps < 1 else int(warmup_steps)
     probe = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = get_scheduler(kind, probe, warmup, total_steps, scheduler_specific_kwargs=lr_scheduler_kwargs)

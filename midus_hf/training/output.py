@@ -82,7 +82,7 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
     ancestor = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
         raise RequestError(
-            f"output_dir is {str(output)!r}, but {str(ancestor)!r} is not a folder to write in; choose another."
+            f"output_dir is {str(output)!r}, but {str(ancestor)!r} is no folder to write in; choose another."
         )
     for key, source in arguments.sources():
         if Path(source).exists():  # other names are ids of models or datasets
@@ -155,20 +155,10 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     files: Mapping[str, bytes],
 ) -> list[str]:
-    """Save the whole trained model, with its dtypes and config as loaded; all processes call this.
+    """Save the trained model, adapters merged, with dtypes and `use_cache` as loaded; all processes call this.
 
-    Weights are kept if other files cannot be written.
-
-    Args:
-        trainer: The Trainer that trained it; adapters are merged.
-        arguments: The run's, which its card records.
-        dtypes: The dtypes that tensors had before `cast_for_training`, by their names.
-        uses_cache: `use_cache` of the config that was loaded.
-        tokenizer: The tokenizer, saved with it.
-        files: Contents of accompanying files, by their names; a card gets a section on the training.
-
-    Returns:
-        A phrase about each file other than weights that could not be written.
+    A card in `files`, contents of accompanying files by name, gets a section on the training. Weights are kept if other files cannot
+    be written; a phrase about each of these is returned.
     """
     model, is_main = trainer.model, arguments.process_index == 0
     if trainer.shares_parameters:

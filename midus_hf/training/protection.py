@@ -7,7 +7,7 @@ table before training; afterwards the texts are compared with and without the me
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -155,15 +155,10 @@ midus look touched MODEL --text PROTECTED --prove
 """
 
 
-class TextComparison(NamedTuple):
-    """Numbers of tokens of documents, and of those with different logits with and without memories."""
-
-    tokens: int
-    differing: list[int]
-
-
-def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]) -> TextComparison:
-    """Compare logits of documents with and without the named memories, in passes of at most 1,024 tokens."""
+def compare_texts(
+    model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]
+) -> tuple[int, list[int]]:
+    """Return how many tokens documents have, and which of them have other logits without the named memories."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS_PER_PASS)
     total, differing, tokenizer = 0, [], without_suffix_tokens(tokenizer)
     with evaluating(model):
@@ -176,4 +171,4 @@ def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories
                     if not torch.equal(model(input_ids=part, use_cache=False).logits, logits):
                         differing.append(number)
                         break
-    return TextComparison(total, differing)
+    return total, differing

@@ -79,10 +79,8 @@ class RowAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        pairs = [(group, table) for group in self.param_groups for table in group["params"]]
-        tables = [
-            (group, table, table.grad) for group, table in pairs if table.grad is not None and table.grad.is_sparse
-        ]
+        pairs = [(group, table) for group in self.param_groups for table in group["params"] if table.grad is not None]
+        tables = [(group, table, table.grad) for group, table in pairs if table.grad.is_sparse]
         for _, table, _ in tables:
             table.grad = None
         try:

@@ -75,22 +75,15 @@ _CHOSEN_DTYPE = {
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """Result of a run.
+    """Result of a run, with steps, tokens and events before a resumption."""
 
-    Args:
-        output: Folder of the trained model.
-        steps: Number of optimizer steps, including steps before a resumption.
-        tokens: Number of tokens that all processes trained on, including tokens before a resumption.
-        loss: Mean loss of the last log event; None if there was none.
-        log: The Trainer's `log_history`, including events before a resumption. The last has the numbers of trained parameters and of
-            bytes of peak memory.
-    """
-
-    output: str
-    steps: int
-    tokens: int
-    loss: float | None
-    log: list[dict[str, Any]]
+    output: str  #: folder of the trained model
+    steps: int  #: number of optimizer steps
+    tokens: int  #: number of tokens that all processes trained on
+    loss: float | None  #: mean loss of the last log event; None if there was none
+    log: list[
+        dict[str, Any]
+    ]  #: the Trainer's `log_history`; the last has numbers of trained parameters and peak bytes
 
 
 def make_memory_trainer(
@@ -159,9 +152,7 @@ def run_training(
                     print(protection)
             for name in arguments.report_to or ():
                 if not getattr(integration_utils, f"is_{name}_available", lambda: True)():
-                    raise RequestError(
-                        f"report_to is {name}, whose package is not installed; install it, or set report_to to none."
-                    )
+                    raise RequestError(f"report_to is {name}, not installed; install it, or set report_to to none.")
             hub_errors = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
             no_repository = "push_to_hub is true, and the Trainer makes a repository"
             with (
@@ -192,7 +183,14 @@ def run_training(
                 step, reason = trainer.state.global_step + 1, str(error).rstrip(".")
                 raise TrainingError(f"step {step:,} failed: {reason}. To continue, {resume_hint(output)}.") from error
             if stop.signal_number:
-                raise RunInterrupted(_interruption_message(trainer, output), stop.signal_number)
+                step = trainer.state.global_step
+                saved = output / f"checkpoint-{step}"
+                way = f"--resume_from_checkpoint true continues from {saved}"
+                if trainer.args.save_only_model:
+                    way = (
+                        f"{saved} has only the trained parameters, by save_only_model, and no run can continue from it"
+                    )
+                raise RunInterrupted(f"interrupted after step {step:,}; {way}", stop.signal_number)
             blocks = sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
             if torch.cuda.is_available():
@@ -251,15 +249,6 @@ def _hub_failure_reason(error: Exception) -> str:
     return f"{reason}. Or leave push_to_hub out, and upload the folder later."
 
 
-def _interruption_message(trainer: Any, output: Path) -> str:
-    step = trainer.state.global_step
-    saved = output / f"checkpoint-{step}"
-    way = f"--resume_from_checkpoint true continues from {saved}"
-    if trainer.args.save_only_model:
-        way = f"{saved} has only the trained parameters, by save_only_model, and no run can continue from it"
-    return f"interrupted after step {step:,}; {way}"
-
-
 class RunInterrupted(KeyboardInterrupt):
     """Error of a run that was interrupted after saving a checkpoint; the message says how to resume."""
 
@@ -305,13 +294,10 @@ class RunReport(TrainerCallback):
                 if args.max_steps <= 0:
                     epochs = math.ceil(ENOUGH_STEPS * args.num_train_epochs / steps)
                     remedy = f"num_train_epochs={epochs} takes at least {ENOUGH_STEPS}"
-                print_note(
-                    f"{steps} step{'s are' if steps != 1 else ' is'} few, in which a model learns little: {remedy}"
-                )
+                print_note(f"{steps} step{'s are' if steps != 1 else ' is'} few, so a model learns little: {remedy}")
         if args.disable_tqdm and not sys.stderr.isatty():  # else the Trainer has bars
-            self._training = show_progress(
-                desc="training", unit=" steps", total=steps, initial=state.global_step, leave=False
-            )
+            begun: dict[str, Any] = {"total": steps, "initial": state.global_step}
+            self._training = show_progress(desc="training", unit=" steps", leave=False, **begun)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._began = time.monotonic(), time.process_time()

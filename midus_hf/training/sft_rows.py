@@ -189,9 +189,7 @@ def as_texts(row: Row) -> dict[str, str]:
     """Return a prompt and its completion, which get no template."""
     for column in _OF_CHATS:
         if row.get(column):
-            raise RequestError(
-                f"{column!r}, which only chats have, with a prompt. Make it a chat, leave the column out"
-            )
+            raise RequestError(f"{column!r}, which only chats have. Make it a chat, leave the column out")
     texts = {column: _text(row, column) for column in ("prompt", "completion")}
     if not texts["completion"].strip():
         raise RequestError(_NO_ANSWER)
@@ -224,9 +222,8 @@ def as_chat(row: Row, columns: tuple[str, ...]) -> dict[str, Any]:
 
 def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
     turns = row.get("history") or []
-    if not isinstance(turns, list) or not all(
-        isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
-    ):
+    are_pairs = (isinstance(turn, list) and [*map(type, turn)] == [str, str] for turn in turns)
+    if not isinstance(turns, list) or not all(are_pairs):
         raise RequestError(f"'history': {turns!r:.60}; expected a list of pairs of question and answer. Correct it")
     context = [column for column in ("input", "context") if row.get(column) is not None]
     question = "\n\n".join(part for column in ("instruction", *context) if (part := _text(row, column)).strip())

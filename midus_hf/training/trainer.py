@@ -79,13 +79,6 @@ class MemoryTrainerMixin(AnyTrainer):
     Put it before the class that it extends, as in `class MemorySFTTrainer(MemoryTrainerMixin, SFTTrainer)`. The keys of
     `MemoryArguments` are read from `args` if it has them. A checkpoint has trained parameters, the optimizer and changed blocks of
     banks, and ends with a manifest; `load_checkpoint` loads one into a model.
-
-    Args:
-        args: Arguments of the Trainer, with or without the keys of `MemoryArguments`.
-        kwargs: Other arguments of the Trainer.
-
-    Raises:
-        RequestError: If a part refuses its keys.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -490,10 +483,9 @@ def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
 def save_gathered(trainer: Any, output_dir: str | None) -> None:
     """Save a sharded model in `trainer.saved_dtypes`, and upload it if asked; all processes call this."""
     # DeepSpeed returns the model in the first process, and nothing in the others.
-    state: dict[str, torch.Tensor] | None = trainer.accelerator.get_state_dict(
-        trainer.model if trainer.is_fsdp_enabled else trainer.deepspeed
-    )
     model: Any = trainer.model
+    wrapped = model if trainer.is_fsdp_enabled else trainer.deepspeed
+    state: dict[str, torch.Tensor] | None = trainer.accelerator.get_state_dict(wrapped)
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = every - {name for name, _ in model.named_parameters()}  # a cast would turn these into separate tensors
     saved = {

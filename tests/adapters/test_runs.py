@@ -172,5 +172,5 @@ def test_adapter_defaults_and_missing_peft_is_named(base, config_for, without):
     assert (config.r, config.lora_alpha, config.target_modules) == (16, 32, "all-linear")
     assert config.task_type == "CAUSAL_LM" and trains_new
     without("peft")
-    with refused(re.escape(f"need peft, which is not installed; {install_extra('train')}, or leave")):
+    with refused(re.escape(f"need peft, not installed; {install_extra('train')}, or leave")):
         PreparedRun(config_for(model=base, adapters={}))

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from training.tiny_run import document, framing_tokenizer, refused, tiny_tokenizer
 
-from midus_hf.data.corpus import read_corpus, read_paths, read_rows, stream_rows
+from midus_hf.data.corpus import read_corpus, read_paths, read_rows
 from midus_hf.data.packing import checked_paths, packed_sequences
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.memories.hierarchical.options import BankLayout, FetchedBlocks
@@ -101,7 +101,7 @@ def of_pointer(folder):
 
 
 def streamed(corpus, rank=0, world_size=1, columns=("text",), **options):
-    texts = stream_rows("corpus", corpus, [*columns])
+    texts = read_rows("corpus", corpus, columns=columns)
     options = {"documents_apart": False, "shuffle_buffer": 0, "rank": rank, "world_size": world_size, **options}
     return StreamedSequences(texts, tiny_tokenizer(), 16, **options)
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from training.tiny_run import document, framing_tokenizer, refused, tiny_tokenizer
 
 from midus_hf.data import stream as stream_module
-from midus_hf.data.corpus import read_corpus, stream_rows
+from midus_hf.data.corpus import read_corpus, read_rows
 from midus_hf.data.packing import checked_paths, leaf_sequences, packed_sequences
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.memories.hierarchical.options import BankLayout, FetchedBlocks
@@ -47,7 +47,7 @@ def write(folder, kind, texts=TEXTS):
 
 def streamed(corpus, tokenizer=None, **options):
     options = {"documents_apart": False, "shuffle_buffer": 0, **options}
-    return StreamedSequences(stream_rows("corpus", corpus, COLUMNS), tokenizer or tiny_tokenizer(), T, **options)
+    return StreamedSequences(read_rows("corpus", corpus, columns=COLUMNS), tokenizer or tiny_tokenizer(), T, **options)
 
 
 def taken(stream, count):
@@ -85,7 +85,7 @@ def test_files_of_parquet_are_read_with_the_types_of_the_first(tmp_path):
         pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
     rows, options = read_corpus(str(tmp_path), text_column="a.b"), {"documents_apart": False, "text_column": "a.b"}
     whole = packed_sequences(rows, tiny_tokenizer(), T, **options).sequences
-    rows = stream_rows("corpus", str(tmp_path), ["a.b"])
+    rows = read_rows("corpus", str(tmp_path), columns=["a.b"])
     assert_same(
         taken(StreamedSequences(rows, tiny_tokenizer(), T, shuffle_buffer=0, **options), len(whole)), list(whole)
     )
@@ -214,7 +214,7 @@ def test_texts_with_paths_have_the_sequences_of_their_leaves(tmp_path):
     banks = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}
     written = checked_paths(corpus, banks, "path")
     whole = leaf_sequences(corpus, tiny_tokenizer(), T, paths=written.paths, depth=2, documents_apart=True)
-    texts = stream_rows("corpus", str(tmp_path / "rows.jsonl"), ["text", "path", "memory_tree"])
+    texts = read_rows("corpus", str(tmp_path / "rows.jsonl"), columns=["text", "path", "memory_tree"])
     options = {"read_paths": partial(checked_paths, banks=banks, path_column="path"), "path_column": "path"}
     stream = StreamedSequences(texts, tiny_tokenizer(), T, documents_apart=True, depth=2, shuffle_buffer=0, **options)
     rows = taken(stream, len(whole.sequences))
@@ -243,8 +243,6 @@ def test_a_repository_and_sources_of_several_kinds_are_streamed(tmp_path, monkey
 def test_a_process_may_end_within_a_file_of_parquet(tmp_path):
     """Threads of pyarrow's scanner would abort it."""
     datasets.Dataset.from_dict({"text": TEXTS * 200}).to_parquet(tmp_path / "x.parquet", batch_size=100)
-    code = (
-        "import sys; from midus_hf.data.corpus import stream_rows; rows = stream_rows('corpus', sys.argv[1], ['text'])"
-    )
+    code = "import sys; from midus_hf.data.corpus import read_rows; rows = read_rows('corpus', sys.argv[1], columns=['text'])"
     done = run_warm(f"{code}; batches = rows.iter(9); next(batches)", tmp_path / "x.parquet")
     assert done.returncode == 0, done.stderr

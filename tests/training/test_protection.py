@@ -88,8 +88,7 @@ def test_the_whole_of_a_long_text_is_compared(trained):
         learned, number = divmod(learned, TOKEN_NUMBER_LIMIT)
         words.insert(0, f"w{number - 1}")
     documents = ["w9 " * 140, "w9 " * 140 + " ".join(words) + " w9" * 4, ""]
-    compared = compare_texts(model, tiny_tokenizer(), documents, ["ngram"])
-    assert compared.differing == [1] and compared.tokens == 140 + 140 + len(words) + 4
+    assert compare_texts(model, tiny_tokenizer(), documents, ["ngram"]) == (140 + 140 + len(words) + 4, [1])
 
 
 def test_texts_that_did_not_keep_their_logits_are_not_certified(texts, trained, tmp_path, monkeypatch):

@@ -166,7 +166,7 @@ REQUESTS = [
     ("run", {"output": "full"}, r"holds thesis\.txt; choose another folder"),
     ("run", {"output": "full", "resume_from_checkpoint": "auto"}, r"holds thesis\.txt; choose another folder"),
     ("run", {"output": "file"}, "'.*file', a file; expected a folder"),
-    ("run", {"output": "file/out"}, "'.*file' is not a folder to write in"),
+    ("run", {"output": "file/out"}, "'.*file' is no folder to write in"),
     ("run", {"output": "texts", "corpus": "texts/000.txt"}, "holds the corpus '.*000.txt'; choose"),
     ("run", {"output": "texts/out", "corpus": "texts"}, "lies in the corpus '.*texts'; choose"),
     ("run", {"output": "deep/out", "corpus": "short.jsonl", "sequence_length": 128}, "sequence of 128 tokens"),

@@ -5,7 +5,7 @@ import torch
 from training.outcomes import assert_resumes, logged, weights
 from transformers import AutoModelForCausalLM, default_data_collator
 
-from midus_hf.training.row_adamw import RowAdamW
+from midus_hf.training.row_adamw import RowAdamW, clip_rows
 from midus_hf.training.run import run_training
 from midus_hf.training.trainer import MemoryTrainer
 
@@ -91,6 +91,14 @@ def test_moments_of_read_rows_are_exact(restarts, tmp_path):
             assert optimizer.state[trained]["rows"].dtype == torch.int64
     assert torch.equal(trained, expected)
     assert not torch.equal(trained, table)
+
+
+def test_rows_are_clipped_to_a_norm_that_they_have_together():
+    tables = [torch.nn.Parameter(torch.zeros(4, 2)) for _ in range(2)]
+    for table in tables:
+        table.grad = sparse(torch.full((4, 2), 3.0), [1, 2])
+    norms = [clip_rows(tables, most).item() for most in (1.0, 5.0)]
+    assert norms == pytest.approx([3 * 8**0.5, 1.0], rel=1e-5)
 
 
 BANK = "model.memory_tables.chapters.0.bank"
