@@ -87,11 +87,8 @@ def read_corpus(
     whole = len(rows)
     try:
         with limit_bars():
-            rows = rows.filter(
-                lambda texts: [bool(text and text.strip()) for text in texts],
-                batched=True,
-                input_columns=[text_column],
-            )
+            kept = {"batched": True, "input_columns": [text_column]}
+            rows = rows.filter(lambda texts: [bool(text and text.strip()) for text in texts], **kept)
     except UnicodeDecodeError as error:
         raise RequestError(f"a row of {label} is not text in UTF-8: {error}. Remove it, or convert it.") from error
     if not len(rows):
@@ -357,12 +354,7 @@ def refuse_pointers(key: str, files: Sequence[Path]) -> None:
 
 
 def _read_files(
-    key: str,
-    path: Path,
-    split: str | None,
-    text_column: str | None,
-    columns: Sequence[str] | None,
-    names_files: bool,
+    key: str, path: Path, split: str | None, text_column: str | None, columns: Sequence[str] | None, names_files: bool
 ) -> Any:
     from midus_hf.data.readers import READERS, VERSION
 

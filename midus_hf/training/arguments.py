@@ -218,11 +218,7 @@ class TrainArguments(TrainKeys, MemoryArguments, TrainingArguments):
             splits = bool(batches.split_batches or batches.dispatch_batches)
             in_order, has_workers = self.train_sampling_strategy != "random", bool(self.dataloader_num_workers)
             for key, is_wrong, expected in (
-                (
-                    "accelerator_config",
-                    splits,
-                    "neither split_batches nor dispatch_batches: each process reads its own",
-                ),
+                ("accelerator_config", splits, "neither split_batches nor dispatch_batches"),
                 ("max_steps", self.max_steps <= 0, "the number of steps, since the length of a stream is not known"),
                 ("dataloader_num_workers", has_workers, "0, since a stream is read in its process"),
                 ("train_sampling_strategy", in_order, "random; shuffle_buffer: 0 keeps the order"),

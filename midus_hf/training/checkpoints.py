@@ -53,8 +53,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
             relation = "lacks" if name not in shapes else "also has" if name not in tensors else "has another shape of"
             if name not in tensors or shapes.get(name) != tuple(tensors[name].shape):
                 raise RequestError(
-                    f"{path} {relation} {name}, so its run trained other tensors than this one; resume with the same model "
-                    "and the same keys."
+                    f"{path} {relation} {name}, so its run trained other tensors; resume with the same model and keys."
                 )
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -64,12 +63,9 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
 def checkpoints_in(output: str | os.PathLike) -> dict[int, Path]:
     """Return the checkpoints in a folder, complete or not, the latest first."""
     folder = Path(output)
-    paths = {
-        int(match[1]): path
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := CHECKPOINT_NAME.fullmatch(path.name)) and path.is_dir()
-    }
-    return dict(sorted(paths.items(), reverse=True))
+    found = [path for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir()]
+    steps = {int(match[1]): path for path in found if (match := CHECKPOINT_NAME.fullmatch(path.name))}
+    return dict(sorted(steps.items(), reverse=True))
 
 
 def find_damage(checkpoint: Path) -> str | None:
@@ -159,10 +155,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 def finish_checkpoint(checkpoint: Path) -> None:
     """Write the manifest, with sizes and digests of all other files, that makes a checkpoint complete."""
-    manifest = {
-        path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(checkpoint.rglob("*"))
-        if path.is_file()
-    }
+    files = {path.relative_to(checkpoint).as_posix(): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
+    manifest = {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in files.items()}
     with atomic_write(checkpoint / MANIFEST_FILE) as partial:
         partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")

@@ -11,10 +11,7 @@ from midus_hf.config.errors import RequestError
 ENOUGH_STEPS = 100
 
 _FLAG = {"nargs": "?", "const": True}
-
-
 ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
-
 MemoryKeys = Literal["constant", "weights"]
 
 

@@ -220,12 +220,9 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     Raises:
         RequestError: If nothing is trained.
     """
-    role_of: dict[int, Role] = {
-        id(module.declared_tensor(name)): tensor.role
-        for module in model.modules()
-        if isinstance(module, DeclaredModule)
-        for name, tensor in module.declared.items()
-    }
+    hosts = [module for module in model.modules() if isinstance(module, DeclaredModule)]
+    declared = [(host.declared_tensor(name), tensor.role) for host in hosts for name, tensor in host.declared.items()]
+    role_of: dict[int, Role] = {id(tensor): role for tensor, role in declared}
     rate = rates.learning_rate
     memory_rate = rate if rates.memory_learning_rate is None else rates.memory_learning_rate
     key_rate = rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate

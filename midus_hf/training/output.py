@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import upload_folder
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
+from transformers import GenerationConfig, TrainerState
 
 from midus_hf.config.errors import RequestError, first_few, first_line
 from midus_hf.config.yaml_options import read_mapping, write_yaml
@@ -152,8 +152,8 @@ def save_model(
     arguments: Any,
     dtypes: dict[str, torch.dtype],
     uses_cache: bool,
-    tokenizer: PreTrainedTokenizerBase,
-    files: Mapping[str, bytes],
+    tokenizer: Any,
+    files: dict[str, bytes],
 ) -> list[str]:
     """Save the trained model, adapters merged, with dtypes and `use_cache` as loaded; all processes call this.
 
@@ -188,7 +188,28 @@ def save_model(
     if not is_main:
         return []
     (partial_model / "training_args.bin").unlink(missing_ok=True)
-    failures = _write_files(partial_model, arguments, trainer.state, settings, tokenizer, files)
+    state = dataclasses.replace(trainer.state, best_model_checkpoint=for_record(trainer.state.best_model_checkpoint))
+    writers: dict[str, Callable[[], object]] = {
+        TRAINER_STATE: lambda: state.save_to_json(str(partial_model / TRAINER_STATE)),
+        "the tokenizer": lambda: tokenizer.save_pretrained(partial_model),
+        GENERATION_CONFIG: lambda: settings.to_json_file(
+            partial_model / GENERATION_CONFIG, keys_to_pop=["compile_config"]
+        ),
+    }
+    for name, content in files.items():
+        if name == CARD_FILE:
+            # A byte that is no UTF-8 stays as it is.
+            card = without_results(content.decode(errors="surrogateescape"), "training")
+            card = without_section(card, PROTECTED_HEADING)
+            content = add_training(card.encode(errors="surrogateescape"), arguments, trainer.state)
+        writers[name] = partial((partial_model / name).write_bytes, content)
+    failures = []
+    for name, write in writers.items():
+        try:
+            write()
+        except Exception as error:  # of any library that writes it
+            (partial_model / name).unlink(missing_ok=True)
+            failures.append(f"{name} ({type(error).__name__}: {first_line(error)})")
     try:
         (output / CONFIG_FILE).unlink(missing_ok=True)
         # The config last, since a folder without one is not a model.
@@ -215,37 +236,6 @@ def upload_model(repository: str, output: Path, token: str | None) -> None:
             f"the trained model is in {output}, and could not be uploaded: {first_line(error)}. Upload it by: "
             f"hf upload {repository} {output}"
         ) from error
-
-
-def _write_files(
-    folder: Path,
-    arguments: Any,
-    state: TrainerState,
-    settings: GenerationConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    files: Mapping[str, bytes],
-) -> list[str]:
-    shared = dataclasses.replace(state, best_model_checkpoint=for_record(state.best_model_checkpoint))
-    writers: dict[str, Callable[[], object]] = {
-        TRAINER_STATE: lambda: shared.save_to_json(str(folder / TRAINER_STATE)),
-        "the tokenizer": lambda: tokenizer.save_pretrained(folder),
-        GENERATION_CONFIG: lambda: settings.to_json_file(folder / GENERATION_CONFIG, keys_to_pop=["compile_config"]),
-    }
-    for name, content in files.items():
-        if name == CARD_FILE:
-            # A byte that is no UTF-8 stays as it is.
-            card = without_results(content.decode(errors="surrogateescape"), "training")
-            card = without_section(card, PROTECTED_HEADING)
-            content = add_training(card.encode(errors="surrogateescape"), arguments, state)
-        writers[name] = partial((folder / name).write_bytes, content)
-    failures = []
-    for name, write in writers.items():
-        try:
-            write()
-        except Exception as error:  # of any library that writes it
-            (folder / name).unlink(missing_ok=True)
-            failures.append(f"{name} ({type(error).__name__}: {first_line(error)})")
-    return failures
 
 
 def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:

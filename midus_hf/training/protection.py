@@ -98,16 +98,13 @@ class Protection:
             digest = texts_digest(documents)
             texts.append({"name": name, "documents": len(documents), "tokens": tokens, "sha256": digest})
         tables, beside = digests_of(folder, self.counts, self._tokenizer)
+        computed = {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
+        computed |= {"torch": torch.__version__, "transformers": transformers.__version__}
         certificate = {
             "texts": texts,
             "memories": {name: {**counts, "table_sha256": tables[name]} for name, counts in self.counts.items()},
             **beside,
-            "computed": {
-                "dtype": str(model.dtype).removeprefix("torch."),
-                "device": model.device.type,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
+            "computed": computed,
         }
         with atomic_write(folder / CERTIFICATE) as unfinished:
             unfinished.write_text(json.dumps(certificate, indent=2) + "\n", encoding="utf-8")

@@ -92,13 +92,8 @@ def make_memory_trainer(
     """Return a Trainer on packed texts, checking that the model's banks belong to the run's tree or paths."""
     if arguments.tree is not None or texts.tree is not None:
         use_tree(model, arguments.tree, texts.tree)
-    return MemoryTrainer(
-        model,
-        arguments,
-        train_dataset=texts.train,
-        eval_dataset=texts.held_out,
-        data_collator=partial(collate, sequence_length=arguments.sequence_length, fill=tokenizer.eos_token_id),
-    )
+    collator = partial(collate, sequence_length=arguments.sequence_length, fill=tokenizer.eos_token_id)
+    return MemoryTrainer(model, arguments, collator, texts.train, texts.held_out)
 
 
 def run_training(

@@ -103,13 +103,9 @@ def make_sft_trainer(
     options.assistant_only_loss = arguments.assistant_only_loss and is_chat
     if arguments.completion_only_loss is None:
         options.completion_only_loss = arguments.assistant_only_loss and "completion" in columns
-    trainer = SftTrainer(
-        model,
-        options,
-        train_dataset=chats,
-        eval_dataset=texts.held_out,
-        processing_class=without_suffix_tokens(tokenizer),  # TRL appends the end token to completions
-    )
+    data = {"train_dataset": chats, "eval_dataset": texts.held_out}
+    # TRL appends the end token to completions.
+    trainer = SftTrainer(model, options, processing_class=without_suffix_tokens(tokenizer), **data)
     if options.assistant_only_loss:
         _stop_after_answers(model, tokenizer, trainer.first_labels)
     prepared: Any = trainer.train_dataset

@@ -116,14 +116,9 @@ def _converted(
     messages = columns if columns[0] == "prompt" else ("messages",)
     kept = [column for column in ("tools", "chat_template_kwargs") if column in rows.column_names and template]
     features = {name: JsonText() if template else Value("string") for name in messages}
-    converted = rows.map(
-        convert,
-        with_indices=True,
-        remove_columns=rows.column_names,
-        features=Features({**features, **{column: JsonText() for column in kept}}),
-        load_from_cache_file=False,
-        desc="reading rows",
-    )
+    features |= {column: JsonText() for column in kept}
+    options = {"with_indices": True, "remove_columns": rows.column_names, "load_from_cache_file": False}
+    converted = rows.map(convert, features=Features(features), desc="reading rows", **options)
     return converted, sorted(unread)
 
 

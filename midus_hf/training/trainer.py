@@ -471,8 +471,7 @@ def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
     sharing = next(way for way, _, is_current in ways if is_current)
     if saved_sharing != sharing:
         raise RequestError(
-            f"{checkpoint} was saved by processes that {saved_sharing}, and these {sharing}; resume it as the run "
-            "began, or start a new run."
+            f"{checkpoint} was saved by processes that {saved_sharing}, and these {sharing}; resume it so, or start a new run."
         )
     processes = trainer.args.world_size
     names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{index}.pth" for index in range(processes)]
@@ -488,11 +487,8 @@ def save_gathered(trainer: Any, output_dir: str | None) -> None:
     state: dict[str, torch.Tensor] | None = trainer.accelerator.get_state_dict(wrapped)
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = every - {name for name, _ in model.named_parameters()}  # a cast would turn these into separate tensors
-    saved = {
-        name: tensor.to(trainer.saved_dtypes.get(name, tensor.dtype))
-        for name, tensor in (state or {}).items()
-        if name not in tied
-    }
+    whole = ((name, tensor) for name, tensor in (state or {}).items() if name not in tied)
+    saved = {name: tensor.to(trainer.saved_dtypes.get(name, tensor.dtype)) for name, tensor in whole}
     trainer._save(output_dir, saved)
     first = next((name for name, tensor in model.named_parameters() if tensor.is_floating_point()), None)
     if trainer.args.should_save and first in saved:

@@ -61,11 +61,8 @@ ADAPTERS = {"adapters": {"r": 4, "lora_dropout": 0.5}}
 @pytest.mark.parametrize("options", [{}, ADAPTERS, {"attn_implementation": "eager", "bf16": True}, None], ids=str)
 def test_passes_of_the_base_leave_nothing_behind(options, config_for, blocks_for, upscaled, tmp_path):
     """A run that computes the divergence, and gives it no weight, is the run without it; the base fetches no blocks."""
-    make = (
-        blocks_for
-        if options is None
-        else partial(config_for, model=upscaled("llama", "ultramem-v2"), max_steps=4, **options)
-    )
+    model = upscaled("llama", "ultramem-v2")
+    make = blocks_for if options is None else partial(config_for, model=model, max_steps=4, **options)
     PreparedRun(make("without")).execute()
     run = PreparedRun(make("with", base_kl=1.0))
     run.trainer.base_kl = 1e-300

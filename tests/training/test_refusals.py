@@ -1,6 +1,7 @@
 """What a run is refused names the value and what to do, before a model is loaded where that is possible; nothing is written."""
 
 import math
+import re
 import shutil
 from importlib.util import find_spec
 
@@ -282,9 +283,5 @@ def test_wrong_run_is_refused_in_one_line(command, words, message, room, monkeyp
 def test_unreachable_hub_is_refused_in_one_line(words, tmp_path, capsys):
     assert main([*words, "--push_to_hub=true", "--hub_model_id=me/model"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        line.startswith("midus train: push_to_hub is true, ")
-        and "offline" in line
-        and "upload the folder later" in line
-    )
+    assert re.search("^midus train: push_to_hub is true, .*offline.*upload the folder later", line)
     assert not (tmp_path / "out").exists()
