@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import upload_folder
 from huggingface_hub.errors import HfHubHTTPError
@@ -148,12 +147,7 @@ def saving_to(output: Path) -> Iterator[None]:
 
 
 def save_model(
-    trainer: Any,
-    arguments: Any,
-    dtypes: dict[str, torch.dtype],
-    uses_cache: bool,
-    tokenizer: Any,
-    files: dict[str, bytes],
+    trainer: Any, arguments: Any, dtypes: dict[str, Any], uses_cache: bool, tokenizer: Any, files: dict[str, bytes]
 ) -> list[str]:
     """Save the trained model, adapters merged, with dtypes and `use_cache` as loaded; all processes call this.
 
