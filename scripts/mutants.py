@@ -78,10 +78,10 @@ NEAREST = {
     "midus_hf/training/keys.py": "tests/training/test_arguments.py tests/commands/test_training_words.py",
     "midus_hf/memories/hierarchical/training.py": "tests/training/test_blocks.py",
     "midus_hf/training/checkpoints.py": "tests/training/checkpoints tests/training/test_run.py",
-    "midus_hf/training/inputs.py": "tests/training/test_refusals.py tests/training/checkpoints/test_inputs.py "
+    "midus_hf/training/inputs.py": "tests/training/test_refusals.py tests/training/checkpoints/test_whole_checkpoints.py "
     "tests/training/test_output.py",
     "midus_hf/training/optim.py": "tests/training/test_optim.py tests/training/test_refusals.py",
-    "midus_hf/training/row_adamw.py": "tests/training/test_sparse_values.py",
+    "midus_hf/training/row_adamw.py": "tests/training/test_optim.py",
     "midus_hf/training/output.py": "tests/training/test_run.py tests/training/test_refusals.py "
     "tests/training/checkpoints/test_interruption.py tests/training/test_output.py",
     "midus_hf/training/protection.py": "tests/training/test_protection.py",
@@ -89,9 +89,9 @@ NEAREST = {
     "tests/training/test_protection.py tests/training/test_output.py",
     "midus_hf/training/sft.py": "tests/sft",
     "midus_hf/training/sft_rows.py": "tests/sft",
-    "midus_hf/training/trainer.py": "tests/training/test_run.py tests/training/test_not_finite.py tests/training/test_blocks.py "
+    "midus_hf/training/trainer.py": "tests/training/test_run.py tests/training/test_output.py tests/training/test_blocks.py "
     "tests/training/parallel/test_sharded.py "
-    "tests/training/checkpoints/test_whole_checkpoints.py tests/training/test_sparse_values.py",
+    "tests/training/checkpoints/test_whole_checkpoints.py tests/training/test_optim.py",
     "upscalers/edits": "tests/upscalers/edits",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }
