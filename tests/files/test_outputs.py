@@ -14,10 +14,11 @@ from midus_hf.files.outputs import OutputFolder, atomic_write, exclusive, unfini
 def test_atomic_write_replaces_only_when_complete(tmp_path):
     path = tmp_path / "record.json"
     path.write_text("old")
-    with pytest.raises(KeyError), atomic_write(path) as partial:
-        partial.write_text("half")
-        raise KeyError
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    for error in (KeyError, KeyboardInterrupt):
+        with pytest.raises(error), atomic_write(path) as partial:
+            partial.write_text("half")
+            raise error
+        assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     with atomic_write(path) as partial:
         partial.write_text("new")
         assert path.read_text() == "old" and partial.parent == path.parent

@@ -38,6 +38,9 @@ def test_declared_tensors_are_those_of_the_paper(memory_type):
     for name, tensor in memory.declared.items():
         assert memory.declared_tensor(name).any() == (tensor.initial != ZEROS)
     assert memory_type == "midus-linear" or not torch.equal(memory.row_keys, memory.column_keys)
+    many = torch.empty(1000)
+    Uniform(0.25).fill(many, torch.Generator().manual_seed(0))
+    assert -0.25 <= many.min() < -0.24 and 0.24 < many.max() <= 0.25
 
 
 @pytest.mark.parametrize("name", ["midus-pkm", "midus-linear"])

@@ -33,18 +33,19 @@ def write(output, mark="new", **kwargs):
         (partial / "config.json").write_text(text(mark))
 
 
-def test_failed_commit_restores_the_old_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_failed_commit_restores_the_old_checkpoint(error, tmp_path, monkeypatch):
     checkpoint(tmp_path / "out")
     rename, folder = os.rename, CheckpointFolder(tmp_path / "out", overwrite=True)
 
-    def full_disk(source, target, **_):
+    def fail(source, target, **_):
         if os.fspath(source).endswith("-partial") and os.fspath(target).endswith("out"):
             os.rename = rename
-            raise OSError(28, "No space left on device")
+            raise error
         return rename(source, target)
 
-    monkeypatch.setattr(os, "rename", full_disk)
-    with pytest.raises(OSError, match="No space left"), folder.writing() as partial:
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(type(error), match=r"No space left|^$"), folder.writing() as partial:
         (partial / "config.json").write_text(text("new"))
     assert names(tmp_path) == ["out"] and (tmp_path / "out" / "config.json").read_text() == text("old")
 
