@@ -249,13 +249,11 @@ def _read_source(
     return rows.select_columns([each for each in (*columns, STREAMED_FILE_COLUMN) if each in rows.column_names])
 
 
-def _rows_of(builder: Any, key: str, split: str | None, columns: Sequence[str] | None) -> Any:
+def _streamed_rows(builder: Any, key: str, split: str | None, columns: Sequence[str]) -> Any:
     import datasets
 
     from midus_hf.data.readers import JsonReader, ParquetReader
 
-    if columns is None:
-        return builder.as_dataset(split=split)
     if isinstance(builder, JsonReader | ParquetReader):
         builder.take(columns)
     files = [name for of_split in (builder.config.data_files or {}).values() for name in of_split]
@@ -338,9 +336,10 @@ def _read_declared(
         files, text = _data_files(splits), _READER_OPTIONS["text"]
     with convert_read_errors(subject):
         builder = with_own_reader(declared, files, text if columns is None else text or {})
-        if columns is None:
-            builder.download_and_prepare()
-        return _rows_of(builder, key, split, columns)
+        if columns is not None:
+            return _streamed_rows(builder, key, split, columns)
+        builder.download_and_prepare()
+        return builder.as_dataset(split=split)
 
 
 def refuse_pointers(key: str, files: Sequence[Path]) -> None:
@@ -385,7 +384,7 @@ def _read_files(
             "Expected the same columns in all, each of one type. Name one file, or give all rows the same columns."
         ) from error
     with convert_read_errors(f"{key} is {str(path)!r}"):
-        rows = _rows_of(builder, key, split, columns)
+        rows = builder.as_dataset(split=split) if columns is None else _streamed_rows(builder, key, split, columns)
     if kind != "text":
         return rows
     if columns is not None:

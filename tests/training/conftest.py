@@ -6,14 +6,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tiny import FAMILIES
+from tiny import FAMILIES, tiny_model
 from training.tiny_run import (
+    LEAVES,
+    NEW_LAYERS,
     block_config,
-    save_native,
+    document,
+    letter_tokenizer,
     save_upscaled,
     tiny_config,
     tiny_tokenizer,
-    write_assigned,
     write_corpus,
     write_recipe,
 )
@@ -41,7 +43,22 @@ def upscaled(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def native(tmp_path_factory):
-    return cache(lambda family: save_native(family, tmp_path_factory.mktemp(f"native_{family}")))
+
+    @cache
+    def made(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"native_{family}")
+        tiny_model(family, num_hidden_layers=6).save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["upscale"] = {
+            **{"method": "llama-pro", "options": {"identity": "auto"}, "seed": 0, "trainable": "new"},
+            **{"new_layers": NEW_LAYERS, "plan": [{"new": layer in NEW_LAYERS} for layer in range(6)]},
+            **{"base_dtype": "float32", "base_config": {**config, "num_hidden_layers": 4}},
+        }
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        letter_tokenizer().save_pretrained(folder)
+        return folder
+
+    return made
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +68,10 @@ def fetching(upscaled) -> Path:
 
 @pytest.fixture(scope="session")
 def assigned(tmp_path_factory) -> Path:
-    return write_assigned(tmp_path_factory.mktemp("assigned") / "corpus.jsonl")
+    path, leaves = tmp_path_factory.mktemp("assigned") / "corpus.jsonl", LEAVES * 6
+    rows = [{"text": document(30, leaf), "memory_ids": [leaf // 3, leaf]} for leaf in leaves]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 @pytest.fixture

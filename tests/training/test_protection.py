@@ -14,8 +14,8 @@ from midus_hf.memories.engram.known_ngrams import REMOVED_NGRAM, read_certificat
 from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT
 from midus_hf.training.protection import compare_texts
 from midus_hf.training.run import run_training
-from tests.tiny import FAMILIES, save_tiny_model
-from tests.training.tiny_run import document, letter_tokenizer, refused, tiny_config, tiny_tokenizer, write_corpus
+from tests.tiny import save_tiny_model
+from tests.training.tiny_run import refused, tiny_config, tiny_tokenizer, write_corpus
 from upscalers.runs.upscale import upscale
 
 MEMORY = "model.layers.1.memories.ngram.value_table"
@@ -67,16 +67,6 @@ def test_protected_texts_keep_base_logits_and_others_learn(trained, texts):
         assert torch.equal(logits(trained, path.read_text()), logits(base, path.read_text()))
     learned = (texts / "corpus" / "005.txt").read_text()
     assert not torch.equal(logits(trained, learned), logits(base, learned))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_keeps_texts_without_known_ngrams(family, texts, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(engram(texts, tmp_path, family, tokenizer=letter_tokenizer()))
-    for name, parameter in model.named_parameters():
-        if ".memories." in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    _, differing = compare_texts(model, letter_tokenizer(), ["w" * 30, document(9, seed=0)], ["ngram"])
-    assert differing == [1]
 
 
 def test_the_whole_of_a_long_text_is_compared(trained):

@@ -73,12 +73,6 @@ def choose_trained(get, keys):
         assert keys.get("kind") != "native" or all(parameter.requires_grad for parameter in model.parameters())
 
 
-def train_packs(get, keys):
-    upscale = {"trainable": "new", "new_layers": [], "new_memories": ["packs"]}
-    memory = [{"type": "packs", "layers": [0]}]
-    resolve_trainable(AutoConfig.for_model("midus_llama", num_hidden_layers=2, memory=memory, upscale=upscale), "auto")
-
-
 def make_trainer(get, keys):
     """Make a trainer of the model of a method by changed arguments, and with what it may be given."""
     method, arguments, more = keys
@@ -89,6 +83,8 @@ def make_trainer(get, keys):
     MemoryTrainer(model, options, **more)
 
 
+PACKED = {"model_type": "midus_llama", "num_hidden_layers": 2, "memory": [{"type": "packs", "layers": [0]}]}
+ADDED = {"trainable": "new", "new_layers": [], "new_memories": ["packs"]}
 CALLS = {
     "flags": read_flags,
     "values": lambda get, keys: from_mapping(TrainArguments, {**NEEDED, **keys}),
@@ -97,7 +93,7 @@ CALLS = {
     "new model": lambda get, keys: PreparedRun(get("begun")(**keys)),
     "spoilt": load_spoilt,
     "trainable": choose_trained,
-    "packs": train_packs,
+    "packs": lambda get, keys: resolve_trainable(AutoConfig.for_model(**PACKED, upscale=ADDED), "auto"),
     "groups": lambda get, keys: parameter_groups(torch.nn.Linear(2, 2).requires_grad_(False), Rates()),
     "trainer": make_trainer,
 }
@@ -109,7 +105,7 @@ ROWS = {"sparse_values": True}
 NO_MODEL = "^model_name_or_path is '.*model'.*expected the folder or Hub id of a language model: "
 IS_POINTER = "of .*model is a Git LFS pointer.*Run git lfs pull"
 IMAGES = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128)
-PACKS = AutoConfig.for_model("midus_llama", num_hidden_layers=2, memory=[{"type": "packs", "layers": [0]}])
+PACKS = AutoConfig.for_model(**PACKED)
 FLASH = pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here")
 
 # What is asked for, how, and what is said.

@@ -1,6 +1,5 @@
 """What tiny runs need: corpora, tokenizers, upscaled checkpoints of every family, options, and what happens at a step."""
 
-import json
 import math
 import random
 import signal
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import save_tiny_model, tiny_model
+from tiny import save_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
@@ -112,19 +111,6 @@ def save_upscaled(
     return folder / "model"
 
 
-def save_native(family: str, folder: Path) -> Path:
-    tiny_model(family, num_hidden_layers=6).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["upscale"] = {
-        **{"method": "llama-pro", "options": {"identity": "auto"}, "seed": 0, "trainable": "new"},
-        **{"new_layers": NEW_LAYERS, "plan": [{"new": layer in NEW_LAYERS} for layer in range(6)]},
-        **{"base_dtype": "float32", "base_config": {**config, "num_hidden_layers": 4}},
-    }
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    letter_tokenizer().save_pretrained(folder)
-    return folder
-
-
 # Two sequences a step, at a rate that moves a tiny model: keys of a run, and of any Trainer.
 _SMALL: dict[str, Any] = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "bf16": False, "logging_steps": 1}
 TINY = {**_SMALL, "sequence_length": 16}
@@ -142,15 +128,8 @@ def write_recipe(folder: Path, model: Path, corpus: Path, **changes: Any) -> Pat
     return folder / "recipe.yaml"
 
 
-# The leaves of nine that `write_assigned` has texts of.
+# The leaves of nine that the assigned corpus has texts of.
 LEAVES = [0, 4, 5]
-
-
-def write_assigned(path: Path) -> Path:
-    leaves = [LEAVES[index % 3] for index in range(18)]
-    rows = [{"text": document(30, leaf), "memory_ids": [leaf // 3, leaf]} for leaf in leaves]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def block_config(model: Path, assigned: Path, output: Path, **changes: Any) -> TrainArguments:
