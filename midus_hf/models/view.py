@@ -95,6 +95,7 @@ class ModelView:
         self.layers: nn.ModuleList = self.decoder.layers
         #: What `upscale` recorded in the config; None for another model.
         self.recorded = record_of(model.config)
+        #: The same; empty for another model.
         self.record = self.recorded or UpscaleRecord()
         #: Banks that memories fetch blocks from; None if none does.
         self.banks: Banks | None = getattr(model, "banks", None)

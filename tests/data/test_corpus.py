@@ -25,7 +25,7 @@ LONG = "word, " * 30_000
 
 
 def write(folder, files):
-    """Write files by their names, of which what is a path becomes a link to that file; return the folder."""
+    """Write files by their names, a path as a link to that file; return the folder."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ READ = {
     # Files of the split that trains are read.
     "a downloaded dataset": (DOWNLOADED, ["data/train.jsonl"], "3 of 5 files are read; not read: 1 .md, 1 .txt",
                              "split 'train' is read, of train, validation, test"),
-    "names of which one is a split": ({name: lines([name]) for name in ("dev-blog.jsonl", "web.jsonl", "wiki.jsonl")},
+    "names with one of a split": ({name: lines([name]) for name in ("dev-blog.jsonl", "web.jsonl", "wiki.jsonl")},
                                       ["web.jsonl", "wiki.jsonl"], "split 'train' is read, of train, validation"),
 }  # fmt: skip
 
@@ -127,10 +127,10 @@ def test_a_split_and_a_slice_are_read_where_they_are_named(folder):
 
 VALUES = {
     "dates": ["2004-01-25", "1937-05-27T10:00:00Z"],
-    "a date beside a text": ["2004-01-25", "red"],
+    "a date and a text": ["2004-01-25", "red"],
     "texts that are JSON": ["4", "null", "[1]"],
-    "text beside a number": ["4", 3, None],
-    "whole numbers beside fractions": [3, 2.5, 1e22, 0.1 + 0.2, 1e-7],
+    "text and a number": ["4", 3, None],
+    "whole numbers and fractions": [3, 2.5, 1e22, 0.1 + 0.2, 1e-7],
     "numbers of more than 64 bits": [2**64, -(10**30), 1],
     "truth values": [True, False, None],
     "a null in an object": [{"a": None, "b": 1}, {"b": "2004-01-25"}, {}],
@@ -142,7 +142,7 @@ VALUES = {
 @pytest.mark.parametrize("ending", ["jsonl", "json"])
 @pytest.mark.parametrize("case", VALUES)
 def test_values_of_json_are_what_they_are(folder, case, ending, monkeypatch):
-    """Also where the first rows alone would be of another type, and the row is read long after them."""
+    """Also where the first rows would be of another type, and the row is read long after them."""
     monkeypatch.setattr("midus_hf.data.readers._CHARACTERS_AT_ONCE", 10)
     monkeypatch.setattr("midus_hf.data.readers._ROWS_AT_ONCE", 1)
     rows = [{"text": "words", "value": value} for value in VALUES[case]]

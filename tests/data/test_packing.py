@@ -200,7 +200,7 @@ def test_sequences_are_of_one_leaf_and_come_with_its_path(depth, apart):
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("count", [T - 1, T, T + 1])
 def test_a_remainder_that_predicts_nothing_is_left_out(count, apart):
-    """One token behind a whole sequence, with whose labels a batch would have a loss that is not a number."""
+    """With the labels of one token after a whole sequence, a batch's loss would not be a number."""
     text = datasets.Dataset.from_dict({"text": [" ".join(f"w{10 + n}" for n in range(count))]})
     options = {"paths": np.array([[0, 1]]), "documents_apart": apart}
     packed, tokens, dropped, _ = leaf_sequences(text, tiny_tokenizer(), T, **options)

@@ -134,7 +134,7 @@ FRAME = framing_tokenizer("<bos> <pad> $A")
 
 
 def checked(path):
-    """Check six rows of one path, of which each has a shape and a place in the tree; None for a model without a bank."""
+    """Check six rows of one path; None for a model without a bank."""
     return checked_paths(with_paths([path or [1, 2]] * 6), BANKS if path else {}, "path")
 
 

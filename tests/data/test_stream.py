@@ -22,7 +22,7 @@ from midus_hf.data.stream import StreamedSequences
 from midus_hf.memories.hierarchical.options import BankLayout, FetchedBlocks
 
 T, COLUMNS, KINDS = 16, ["text"], ["jsonl", "jsonl.gz", "parquet", "csv", "txt", "saved"]
-# Of lengths whose sum leaves more than 1 % behind the last sequence, and a blank one.
+# Of lengths whose sum leaves more than 1 % after the last sequence, and a blank one.
 TEXTS = [document(3 + 7 * number % 40, number) if number != 4 else " \n" for number in range(23)]
 
 

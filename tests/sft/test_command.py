@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import yaml
-from sft.tiny_chats import chat, prepared, write_rows
+from sft.tiny_chats import prepared
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from trl import ModelConfig, ScriptArguments, SFTConfig
 
@@ -23,16 +23,6 @@ def words(base, chats, tmp_path) -> list[str]:
     given = {"model_name_or_path": base("llama", True), "dataset_name": chats, "output_dir": tmp_path / "out"}
     given |= {"max_length": 96, "per_device_train_batch_size": 2}
     return [str(recipe), *(f"--{key}={value}" for key, value in given.items())]
-
-
-def test_wrong_chat_is_named_by_file_and_row(words, tmp_path, capsys):
-    can = [{"messages": chat(2)}, {"messages": [{"role": "assistant", "content": "what is it?"}, *chat(1)]}]
-    data = write_rows(tmp_path / "x.jsonl", [*can, {"messages": [{"role": "usr", "content": "q"}, chat(1)[1]]}])
-    assert main([*words, f"--dataset_name={data}"]) == 2
-    assert f"row 3 of '{data}' has the role 'usr', which no template knows; expected" in capsys.readouterr().err
-    write_rows(data, can)
-    assert main([*words, f"--dataset_name={data}"]) == 0
-    assert "2 sequences, " in capsys.readouterr().out
 
 
 def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):

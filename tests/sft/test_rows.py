@@ -40,6 +40,7 @@ CHATS = {
         {"instruction": "Bye", "output": "Ciao", "system": "Be kind", "history": [["Hi", "Hello"]]},
         [SYSTEM, USER, ANSWER, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Ciao"}],
     ),
+    "an answer first": ({"messages": [ANSWER, USER, ANSWER]}, [ANSWER, USER, ANSWER]),
     "texts": ({"prompt": "12", "completion": "null", "id": 3}, {"prompt": "12", "completion": "null"}),
     "Dolly": ({"instruction": "Hi", "context": None, "response": "Hello", "category": "x"}, [USER, ANSWER]),
 }  # fmt: skip
@@ -137,6 +138,7 @@ REQUESTS = [
     ("row", {"messages": [{**USER, "train": False}, ANSWER]}, "a message with train: False, which"),
     ("row", {"messages": [USER, {**ANSWER, "loss": False}]}, "a message with loss: False, which"),
     ("row", {"messages": [USER, {**ANSWER, "loss_mask": 0}]}, "a message with loss_mask: 0, which"),
+    ("row", {"messages": [{**USER, "role": "usr"}, ANSWER]}, "^row 2 of .* the role 'usr', which no template knows; expected"),
     ("row", {"prompt": "a", "completion": " "}, "^row 1 of .* has an empty answer; expected text"),
     ("row", {"prompt": [USER], "completion": "Hello"}, "has 'completion': 'Hello'; expected a list"),
     ("row", {"prompt": [], "completion": [ANSWER]}, r"has 'prompt': \[\]; expected a list"),

@@ -17,7 +17,7 @@ CHATML_TOKENS = ["<|im_start|>", "<|im_end|>"]
 
 
 def character_tokenizer(merges: Sequence[tuple[str, str]] = (), **options: Any) -> PreTrainedTokenizerFast:
-    """A tokenizer of printable ASCII, a token a character but for merges, for the 128 ids of a tiny model."""
+    """A tokenizer of printable ASCII, a token per character except merges, for the 128 ids of a tiny model."""
     characters = [*map(chr, range(ord("!"), ord("~") + 1)), "Ġ", "Ċ"]
     specials = ["<pad>", "<bos>", "<eos>", *CHATML_TOKENS]
     vocabulary = [*specials, *characters, *map("".join, merges)]

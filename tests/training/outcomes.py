@@ -107,7 +107,7 @@ def as_it_was_at(step: int, whole: Path, output: Path) -> Path:
 def assert_resumes(
     config_for: Callable[..., TrainArguments], step: int, run: Callable = run_training, **options: Any
 ) -> Path:
-    """Compare a run that nobody disturbed with one that was killed behind a checkpoint and resumed; return the output of this one."""
+    """Compare an undisturbed run with one that was killed after a checkpoint and resumed; return the latter's output."""
     options = {"save_steps": step, "save_total_limit": None, **options}
     whole = Path(run(config_for("whole", **options)).output)
     parts = as_it_was_at(step, whole, whole.with_name("parts"))

@@ -204,7 +204,7 @@ def named(assigned, path, tree):
 
 @pytest.fixture(scope="module")
 def made(fetching, assigned, tmp_path_factory):
-    """Both trees, a smaller one, a corpus assigned by each, and a model trained with the first; nobody may change them."""
+    """Both trees, a smaller one, a corpus assigned by each, and a model trained with the first."""
     folder = tmp_path_factory.mktemp("trees")
     for name, tree in (("tree", TREE), ("other", OTHER)):
         tree.save(folder / name)

@@ -18,7 +18,7 @@ from midus_hf.training.run import run_training
 from midus_hf.training.trainer import MemoryTrainer
 from tests.memory.building import build
 
-# Kinds of tensors of a memory, beside which there are weights, and norms and biases.
+# Kinds of tensors of a memory; others are weights, and norms and biases.
 KINDS = {"keys": ("row_keys", "column_keys"), "values": ("value_bank",), "transforms": ("value_transform",)}
 
 DECAY = ("decay", "weights", 1e-3, 0.1, "fixed")
@@ -26,7 +26,7 @@ WITH_TRANSFORMS = ("decay", "weights transforms", 1e-3, 0.1, "fixed")
 NO_DECAY = ("no_decay", "norms", 1e-3, 0, "fixed")
 KEYS = ("keys", "keys", 1e-3, 0, "constant")
 VALUES = ("values", "values", 1e-3, 0, "constant")
-# Rates beside a rate of 1e-3 and a decay of 0.1, and the groups: name, kinds of tensors, rate, decay and schedule.
+# Rates next to a rate of 1e-3 and a decay of 0.1, and the groups: name, kinds of tensors, rate, decay and schedule.
 CASES = [
     ({}, [WITH_TRANSFORMS, NO_DECAY, KEYS, VALUES]),
     (
@@ -120,7 +120,7 @@ def test_plateau_lowers_only_what_follows_the_schedule():
 def test_value_schedule_falls_from_4x_to_1x(upscaled, tmp_path):
     @dataclasses.dataclass
     class Arguments(MemoryArguments, TrainingArguments):
-        """Keys of memories beside those of a Trainer."""
+        """Keys of memories and of a Trainer."""
 
     options = {"learning_rate": 1e-3, "memory_learning_rate": 2e-3, "weight_decay": 0.1, "warmup_steps": 0.1}
     options |= {"key_value_learning_rate": 3e-3, "value_learning_rate": 3e-2, "value_schedule": "4x-to-1x"}
@@ -290,7 +290,7 @@ def test_moments_of_read_rows_are_exact(restarts, tmp_path):
         state = optimizer.state[trained]
         assert len(state["exp_avg"]) == len(state["exp_avg_sq"]) == len(read) and set(state["rows"].tolist()) == read
         held = [state[key].untyped_storage().nbytes() for key in ("exp_avg", "exp_avg_sq", "rows")]
-        assert max(held) <= 1.5 * 12 * max(len(read), 8), "no memory for rows that nobody read"
+        assert max(held) <= 1.5 * 12 * max(len(read), 8), "no memory for unread rows"
         if number in restarts:
             torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
             assert (tmp_path / "optimizer.pt").stat().st_size < 4096 + 2 * 12 * len(read) + 8 * len(read)

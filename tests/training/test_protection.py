@@ -43,7 +43,7 @@ def engram(texts, folder, family="llama", base=None, tokenizer=None, **options):
 
 @pytest.fixture(scope="module")
 def trained(texts, tmp_path_factory):
-    """Return the folder of a model that was trained while texts were protected, beside its base and the model before."""
+    """Return the folder of a model that was trained while texts were protected, next to its base and the model before."""
     folder = tmp_path_factory.mktemp("trained")
     model = engram(texts, folder)
     run_training(run_of(texts, model, folder / "trained"))

@@ -26,7 +26,7 @@ MODELS = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glo
 # What a recipe may leave to the command line.
 GIVEN = {"model_name_or_path": "m", "output_dir": "o"}
 
-# Of each run: its recipe with the words behind it, which the recipe's comments name, and what its paper says: sequences of a step,
+# Of each run: its recipe with the words after it, which the recipe's comments name, and what its paper says: sequences of a step,
 # tokens of the run, steps of the warm-up, and the rate of all but memories.
 _WITHOUT_MEMORY = "--memory_learning_rate null --value_learning_rate null --value_schedule null --value_weight_decay 0"
 _OF_TABLE_6 = "--tokenizer_name openai-community/gpt2 --corpus HuggingFaceFW/fineweb-edu --corpus_name sample-100BT "

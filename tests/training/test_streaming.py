@@ -23,7 +23,7 @@ count = itertools.count(1)
 register_optimizer_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if next(count) == 3 else None)
 {MIDUS}
 """
-# What may happen to the second process alone: the program's lines there, and what is printed, once.
+# What may happen only to the second process: the program's lines there, and what is printed, once.
 ALONE = {
     "a file is absent": ("sys.argv.append('--corpus=absent.txt')", "midus train: corpus is 'absent.txt', which does not exist"),
     "a file is broken": ("stream._TEXTS_AT_ONCE = 3", r"midus train: step \d failed: .*/3.jsonl.*line 2 is no JSON.* To continue, "),

@@ -13,7 +13,7 @@ from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.training.checkpoints import checkpoints_in, find_damage
 
 STATE, BANK = "block_states/0", "memory_bank/hier-ffn"
-# Where runs are killed, each a resumption of the one before it: behind the third update of blocks, or before a file is renamed.
+# Where runs are killed, each a resumption of the one before it: after the third update of blocks, or before a file is renamed.
 KILLS = {
     "steps-and-checkpoints": ["step", "checkpoint-4/.manifest.json.midus-partial"],
     "the-end": [f".partial_model/{BANK}/.level-1.safetensors.midus-partial", ".partial_model/memory_bank"],

@@ -46,7 +46,7 @@ def launched_environment(name: str) -> dict[str, str]:
 
 
 ENVIRONMENT = launched_environment("fsdp2")
-# Accelerate shards parameters on accelerators alone. What it takes CPUs for is changed where it chooses; all that follows is its own.
+# Accelerate shards parameters only on accelerators. What it takes CPUs for is changed where it chooses; all that follows is its own.
 SHARDED = f"""
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType

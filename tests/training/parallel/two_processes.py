@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.train import main
 
-# Of new layers that are dense, of head-wise memory, of memory beside layers of the base that shares a table.
+# Of new layers that are dense, of head-wise memory, of memory attached to layers of the base that shares a table.
 METHODS = ("llama-pro", "midus-hml", "ultramem-v2")
 
 
@@ -49,7 +49,7 @@ def assert_tied_tensors_are_saved_once(shared: Callable[..., Any], corpus: Path,
 
 
 def assert_shared_run_goes_on_exactly(shared: Callable[..., Any], corpus: Path, folder: Path) -> None:
-    """Compare a run that nobody disturbed with runs that were killed behind its checkpoints, the last one among them."""
+    """Compare an undisturbed run with runs that were killed after its checkpoints, the last included."""
     recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_steps=2, save_total_limit="null")
     whole = folder / "whole"
     shared(recipe, f"--output_dir={whole}")
