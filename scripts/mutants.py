@@ -65,6 +65,7 @@ NEAREST = {
     "midus_hf/models/language_model.py": "tests/models/test_task_heads.py tests/training/test_task_heads.py",
     "midus_hf/memories/engram/known_ngrams.py": "tests/upscalers/test_engram.py tests/training/test_protection.py",
     "midus_hf/topics": "tests/topics",
+    "midus_hf/sources": "tests/test_saved_models.py tests/training/test_refusals.py tests/upscalers/test_hub.py",
     "midus_hf/files": "tests/files",
     "midus_hf/files/checkpoint_files.py": "tests/files tests/upscalers/test_output_folder.py",
     "midus_hf/files/outputs.py": "tests/files tests/upscalers/test_output_folder.py",
@@ -116,15 +117,15 @@ NEAREST_TO_UPSCALERS = {
     "safetensors_format": "safetensors_format checkpoint_layouts strip",
     "source": "hub refusals checkpoint_layouts",
     "stack": "dense/new_layers refusals plan every_method",
-    "strip": "strip every_method",
+    "strip": "strip tokenizer every_method",
     "tokenizer": "tokenizer",
     "verify": "verification memory_methods",
     "writing": "output_folder verification provenance",
     "writer": "safetensors_format checkpoint_layouts memory_methods every_method",
 }
 
-# Prefix of operators to leave out, because they change type annotations.
-NOISE = "core/ReplaceBinaryOperator_BitOr"
+# Prefixes of operators to leave out: they change type annotations, or the signs before unpacked keyword arguments.
+NOISE = ("core/ReplaceBinaryOperator_BitOr", "core/ReplaceBinaryOperator_Pow")
 
 
 def main() -> None:

@@ -170,3 +170,6 @@ def test_steps_are_fresh_and_balanced(monkeypatch):
     rows_of_last, last = rows[drawn[-1]].double(), steps[-1][1]
     expected = torch.stack([rows_of_last[last == cluster].mean(0) for cluster in range(16)])
     torch.testing.assert_close(centroids, expected.float())
+    uneven = np.repeat([0, 1], [30, 2])
+    one, other = (balanced(uneven, 2, np.random.default_rng(seed)) for seed in (0, 1))
+    assert not np.array_equal(one, other), "rows that move are drawn"

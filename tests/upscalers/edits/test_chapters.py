@@ -95,7 +95,7 @@ EDITS = {
     "prune the shared one": Edit("prune --chapters 5,0", [1, 2, 3, 4], LAYERS, {"sharded": True}),
     "every bank": Edit("zero --chapters 0", ONE_ZERO, (), {"share": "none"}, BANKS_OF_LAYERS),
     "one memory": Edit("zero --chapters 0 --memory chapters-2", ONE_ZERO, (), {"names": TWO}, (BANK.replace(*TWO),)),
-    "no prefix": Edit("prune --chapters 1", [0, 2, 3, 4, 5], LAYERS, {"prefix": ""}),
+    "no prefix, down to k": Edit("prune --chapters 1-3", [0, 4, 5], LAYERS, {"prefix": ""}),
 }
 
 
