@@ -70,7 +70,7 @@ NEAREST = {
     "midus_hf/files/checkpoint_files.py": "tests/files tests/upscalers/test_output_folder.py",
     "midus_hf/files/outputs.py": "tests/files tests/upscalers/test_output_folder.py",
     "midus_hf/compare": "tests/compare",
-    "midus_hf/compare/report.py": "tests/compare/test_findings.py tests/compare/test_report.py",
+    "midus_hf/compare/report.py": "tests/compare/test_report.py",
     "midus_hf/evaluation": "tests/evaluation",
     "midus_hf/training": "tests/training --ignore=tests/training/parallel --ignore=tests/training/checkpoints/test_killed_runs.py",
     "midus_hf/training/adapters.py": "tests/adapters/test_runs.py tests/adapters/test_lora.py",

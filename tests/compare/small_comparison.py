@@ -33,14 +33,8 @@ def write_room(folder: Path) -> Path:
 
 def training(room: Path, **changes: Any) -> dict[str, Any]:
     """Keys of runs of a few steps, with measurements at the start, in the middle and at the end."""
-    run = {
-        "max_steps": STEPS,
-        "sequence_length": 32,
-        "per_device_train_batch_size": 2,
-        "bf16": False,
-        "logging_steps": 1,
-    }
-    return {"corpus": str(room / "corpus"), "learning_rate": 1e-2, **run, **changes}
+    run = {"max_steps": STEPS, "sequence_length": 32, "per_device_train_batch_size": 2, "logging_steps": 1}
+    return {"corpus": str(room / "corpus"), "learning_rate": 1e-2, "bf16": False, **run, **changes}
 
 
 def keys(room: Path, output: Path, variants: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -66,7 +60,6 @@ class SmallComparison:
         return [run for variant in self.variants for run in searches_of(variant, self.comparison)]
 
     def measure_base(self) -> Result:
-        """Measure the base."""
         return self.measure(stages_of(self.comparison, [])[0][0])
 
     def measure(self, run: Run, keep: bool = False) -> Result:
@@ -81,7 +74,6 @@ class SmallComparison:
         return result
 
     def folder(self, run: Run) -> Path:
-        """Return the folder of a run's models."""
         return run.folder(self.comparison)
 
 

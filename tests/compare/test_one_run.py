@@ -1,6 +1,7 @@
 """One run from upscaling to its result: what is measured is what the commands measure, and one file stays."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from compare.small_comparison import HEADWISE, STEPS, TOKENS_PER_STEP, SmallComp
 from evaluation.questions import write_questions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midus_hf.compare.plan import Run, control_variants
-from midus_hf.compare.run import read_result, request_of, write_result
-from midus_hf.evaluation.evaluate import EvaluationSettings, evaluate
+from midus_hf.compare import run as run_module
+from midus_hf.compare.plan import Run, TaskOptions, control_variants
+from midus_hf.compare.run import code_version, hash_base, read_result, request_of, stages_of
+from midus_hf.config.errors import RequestError
+from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.files.checkpoint_files import CONFIG_FILE
 from scripts.anatomy.tiny import tiny_model as any_type
 from upscalers import upscale
@@ -29,17 +32,14 @@ def room(tmp_path_factory) -> Path:
 
 
 def tasks_in(room: Path) -> dict[str, Any]:
-    """A task whose questions lie in the room; none where nothing could ask them."""
     return {"names": ["piqa"], "limit": 2, "data": str(room / "questions")}
 
 
 def packed_loss(folder: Path, text: Path) -> float:
-    """Return the loss of a text as the Trainer measures it: sequences of 32 tokens, of each of which the first is not predicted."""
+    """Return the loss of a text as the Trainer measures it: sequences of 32 tokens, the first of which is not predicted."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     ids = [*tokenizer(text.read_text())["input_ids"], tokenizer.eos_token_id]
-    sequences = [torch.tensor([ids[begin : begin + 32]]) for begin in range(0, len(ids), 32)]
-    if len(ids) % 32 in (0, 1) or (len(ids) % 32) / len(ids) <= 0.01:
-        sequences = sequences[: len(ids) // 32]
+    sequences = [torch.tensor([ids[begin : begin + 32]]) for begin in range(0, len(ids) - 1, 32)]
     counts = [one.shape[1] - 1 for one in sequences]
     with torch.no_grad():
         losses = [model.eval()(input_ids=one, labels=one).loss.item() for one in sequences]
@@ -47,8 +47,12 @@ def packed_loss(folder: Path, text: Path) -> float:
 
 
 def accuracy(model: Path, room: Path) -> dict[str, float]:
-    settings = EvaluationSettings(tasks=["piqa"], data=str(room / "questions"), limit=2)
-    return evaluate([str(model)], settings)["models"][0]["tasks"]["piqa"]
+    return evaluate([str(model)], TaskOptions(**tasks_in(room)).settings())["models"][0]["tasks"]["piqa"]
+
+
+def count(folder: Path) -> int:
+    """The parameters of a model, without the statistics that its buffers hold."""
+    return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
 
 
 @pytest.fixture(scope="module")
@@ -60,100 +64,68 @@ def kept(room, tmp_path_factory):
     return comparing, base, {run.variant.name: (run, comparing.measure(run, keep=True)) for run in comparing.runs()}
 
 
-def with_the_base_of(kept, comparing: SmallComparison) -> SmallComparison:
-    """Return a comparison for which the base was measured already."""
-    write_result(Path(comparing.comparison.output_dir, "runs", "base"), kept[1])
-    return comparing
-
-
 @pytest.mark.parametrize("variant", ["hml", "full"])
-def test_curve_ends_are_losses_of_packed_sequences(room, kept, variant):
+def test_curve_ends_are_losses_of_packed_sequences(room, kept, tmp_path, variant):
     comparing, base, results = kept
     run, result = results[variant]
-    start = comparing.folder(run) / "upscaled" if variant == "hml" else room / "base"
-    for name in ("plants", "stars"):
-        text = room / f"{name}.txt"
-        assert base.losses[name] == pytest.approx(packed_loss(room / "base", text), rel=1e-5)
-        assert result.start.losses[name] == pytest.approx(packed_loss(start, text), rel=1e-5)
-        assert result.losses[name] == pytest.approx(packed_loss(comparing.folder(run) / "trained", text), rel=1e-5)
+    trained, start = comparing.folder(run) / "trained", room / "base"
+    measured = [(base.losses, start), (result.losses, trained)]
+    if variant == "hml":
+        start = comparing.folder(run) / "upscaled"
+        shuffle(trained, tmp_path / "shuffled", 0)
+        measured += [(result.saved, trained), (result.shuffled, tmp_path / "shuffled")]
+        assert result.shuffled["plants"] != result.saved["plants"]
+    for losses, model in (*measured, (result.start.losses, start)):
+        for name in ("plants", "stars"):
+            assert losses[name] == pytest.approx(packed_loss(model, room / f"{name}.txt"), rel=1e-5)
     assert result.losses["plants"] < result.start.losses["plants"]
     assert [point.step for point in result.curve] == [0, STEPS // 2, STEPS]
-    assert result.seconds > 0 and result.tokens == STEPS * TOKENS_PER_STEP
-    assert base.tasks["piqa"] == accuracy(room / "base", room)
-    assert result.tasks["piqa"] == accuracy(comparing.folder(run) / "trained", room)
+    assert result.seconds > 0 and result.tokens == STEPS * TOKENS_PER_STEP and result.peak_memory_bytes > 10**7
+    assert (base.tasks["piqa"], result.tasks["piqa"]) == (accuracy(room / "base", room), accuracy(trained, room))
+    assert result == read_result(comparing.folder(run)) and result.request == request_of(run, comparing.comparison)
 
 
-def count(folder: Path) -> int:
-    """The parameters of a model, without the statistics that its buffers hold."""
-    return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
-
-
-def test_result_names_its_run_and_sizes(room, kept):
+def test_result_names_its_run_sizes_and_origin(room, kept):
     comparing, base, results = kept
     (of_hml, hml), (_, full) = results["hml"], results["full"]
     rates = {"learning_rate": 1e-2, "value_learning_rate": 1e-1}
     assert (hml.variant, hml.rate, hml.seed, hml.control) == ("hml", rates, 0, None)
     assert (full.variant, full.rate, full.shuffled) == ("full", {}, None)
-    assert (hml.starts_at_base, full.starts_at_base) == (True, None)
+    assert (hml.starts_at_base, full.starts_at_base, hml.is_causal) == (True, None, True)
     assert not hml.starts_elsewhere and not full.starts_elsewhere and base.losses == full.start.losses
-    assert hml.is_causal
     assert (base.variant, base.curve[0].step, len(base.curve)) == ("base", 0, 1)
-    for run, result in results.values():
-        assert result == read_result(comparing.folder(run)) and result.peak_memory_bytes > 10**7
-        assert result.request == request_of(run, comparing.comparison)
     size = count(room / "base")
     assert hml.new_parameters == hml.trained_parameters == count(comparing.folder(of_hml) / "upscaled") - size > 0
     assert (full.new_parameters, full.trained_parameters) == (0, size)
+    assert base.origin == {**comparing.digests_for(comparing.variants[1]), "code": code_version()}
 
 
 MOC = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": "sequence"}
-# Variants, and what is told of their results.
-TOLD = {
-    "a start elsewhere": (
-        {"upscale": {"method": "solar"}},
-        {"starts_at_base": False, "starts_elsewhere": True, "is_causal": True},
-    ),
-    "not compared with the base, not causal": (
-        {"upscale": {"method": "moc", "options": MOC, "verify": False}},
-        {"starts_at_base": None, "starts_elsewhere": True, "is_causal": False},
-    ),
-}
+# Keys of an upscaling, and whether its result starts at the base, starts elsewhere, and is causal.
+TOLD = [
+    ({"method": "solar"}, (False, True, True)),
+    ({"method": "moc", "options": MOC, "verify": False}, (None, True, False)),
+]
 
 
-@pytest.mark.parametrize("case", TOLD)
-def test_result_has_the_start_and_kind_of_its_model(room, kept, tmp_path, case):
-    variant, told = TOLD[case]
-    comparing = with_the_base_of(kept, SmallComparison(room, tmp_path, {"a": variant}, controls=False))
+@pytest.mark.parametrize(("keys", "told"), TOLD, ids=["a start elsewhere", "not compared, not causal"])
+def test_result_has_the_start_and_kind_of_its_model(room, kept, tmp_path, keys, told):
+    comparing = SmallComparison(room, tmp_path, {"a": {"upscale": keys}}, controls=False)
     result = comparing.measure(comparing.runs()[0])
-    assert {key: getattr(result, key) for key in told} == told
+    assert (result.starts_at_base, result.starts_elsewhere, result.is_causal) == told
     assert (result.start.losses["plants"] != kept[1].losses["plants"]) == (result.starts_at_base is False)
-
-
-def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path):
-    comparing, _, results = kept
-    run, result = results["hml"]
-    trained = comparing.folder(run) / "trained"
-    shuffle(trained, tmp_path / "out", 0)
-    for name in ("plants", "stars"):
-        text = room / f"{name}.txt"
-        assert result.shuffled[name] == pytest.approx(packed_loss(tmp_path / "out", text), rel=1e-5)
-        assert result.saved[name] == pytest.approx(packed_loss(trained, text), rel=1e-5)
-    assert result.shuffled["plants"] != result.saved["plants"]
-    assert {path.name for path in comparing.folder(run).iterdir()} == {"upscaled", "trained", "shuffled"}
 
 
 def test_run_begins_anew_and_leaves_one_file(room, kept, tmp_path):
     variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}}
-    comparing = with_the_base_of(kept, SmallComparison(room, tmp_path, variants, controls=False, tasks=tasks_in(room)))
+    comparing = SmallComparison(room, tmp_path, variants, controls=False, tasks=tasks_in(room))
     (run,) = comparing.runs()
     (comparing.folder(run) / "upscaled").mkdir(parents=True)
     (comparing.folder(run) / "upscaled" / CONFIG_FILE).write_text("half of a model that an interrupted run has left")
-    result = comparing.measure(run)
+    result, expected = comparing.measure(run), kept[2]["hml"][1]
     assert result.shuffled is None and result.saved is None
     assert [path.name for path in comparing.folder(run).parent.iterdir()] == ["seed-0.json"]
-    expected = kept[2]["hml"][1]
-    assert [point.losses for point in result.curve] == [point.losses for point in expected.curve]
-    assert result.tasks == expected.tasks
+    assert (result.curve, result.tasks) == (expected.curve, expected.tasks)
 
 
 def test_texts_are_read_as_the_corpus_is(room, tmp_path):
@@ -179,6 +151,36 @@ def test_only_tasks_are_measured_without_texts(room, tmp_path):
     assert base.losses == {} and result.curve == [] and set(result.tasks) == {"piqa"}
 
 
+def test_run_without_numbers_or_steps_is_no_result(room, tmp_path, monkeypatch):
+    comparing = SmallComparison(room, tmp_path, {"full": {}}, train={"per_device_train_batch_size": 10**4})
+    with pytest.raises(RequestError, match=r"after 0 of 4 steps.*expected more text, or a smaller per_device"):
+        comparing.measure(comparing.runs()[0])
+    monkeypatch.setattr(run_module, "_measure_texts", lambda *_: {"plants": math.nan})
+    with pytest.raises(RequestError, match=r"losses ended at .*nan.*; expected finite numbers. Lower the rate"):
+        comparing.measure_base()
+    assert not list(tmp_path.rglob("*/seed-0.json")) and not list(tmp_path.rglob("base.json"))
+
+
+def test_digests_cover_what_a_run_reads_once(room, tmp_path, monkeypatch):
+    base, before = room / "base", hash_base(str(room / "base"))
+    (base / "notes.txt").write_text("not read")
+    assert hash_base(str(base)) == before
+    for name in ("config.json", "tokenizer_config.json"):
+        usual = (base / name).read_text()
+        (base / name).write_text(usual + " ")
+        assert hash_base(str(base)) != before
+        (base / name).write_text(usual)
+    read = []
+    monkeypatch.setattr(run_module, "hash_text", lambda path: read.append(path) or path)
+    variants = {"a": {}, "b": {"train": {"corpus": str(room / "corpus" / "1.txt")}}}
+    comparing = SmallComparison(room, tmp_path, variants, tasks=tasks_in(room))
+    first, second = map(comparing.digests_for, comparing.variants)
+    assert first["data"] != second["data"] and first["base"] == second["base"] == before
+    assert comparing.digests_for(stages_of(comparing.comparison, [])[0][0].variant) == first
+    texts = (room / name for name in ("corpus", "corpus/1.txt", "plants.txt", "stars.txt", "herbs.txt", "questions"))
+    assert sorted(read) == sorted(map(str, texts))
+
+
 ALL_CONTROLS = ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"]
 METHODS = {
     "midus-hml": HEADWISE,
@@ -187,43 +189,37 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("train", "missing"),
-    [({}, []), ({"trainable": "all"}, ["frozen-addresses"]), ({"adapters": {"r": 4}}, ["frozen-addresses"])],
-)
-def test_null_controls_are_planned_as_training_allows(room, tmp_path, train, missing):
-    """If the base trains as well, rows that are trained alone would lack more than their addresses."""
-    (variant,) = SmallComparison(room, tmp_path, {"a": {"upscale": METHODS["moc"], "train": train}}).variants
-    assert list(variant.controls) == [name for name in ALL_CONTROLS if name not in missing]
-    assert [one.name for one in control_variants(variant, {})] == [f"a+{name}" for name in variant.controls][:-1]
-
-
 def test_null_controls_are_of_the_added_memory(room, tmp_path):
+    """If the base trains as well, rows that are trained alone would lack more than their addresses."""
     upscale(base=room / "base", output=tmp_path / "base", **METHODS["midus-pkm"])
     any_type("gemma").save_pretrained(tmp_path / "other")
-    for base in (tmp_path / "base", tmp_path / "other"):  # with memory; of a type that is proven in each run
-        options = {"a": {"upscale": METHODS["moc"]}, "b": {"upscale": {"method": "solar"}}}
-        moc, solar = SmallComparison(room, tmp_path / "out", options, base=str(base)).variants
-        assert {"memory_tokens", "chapters"} < set(moc.controls["one-row"].options) and solar.controls == {}
+    options = {"a": {"upscale": METHODS["moc"]}, "solar": {"upscale": {"method": "solar"}}}
+    options |= {"all": {**options["a"], "train": {"trainable": "all"}}}
+    options |= {"lora": {**options["a"], "train": {"adapters": {"r": 4}}}}
+    for base in (room / "base", tmp_path / "base", tmp_path / "other"):  # with memory; of a type that is proven here
+        moc, solar, *wider = SmallComparison(room, tmp_path / "out", options, base=str(base)).variants
+        assert list(moc.controls) == ALL_CONTROLS and solar.controls == {}
+        assert {"memory_tokens", "chapters"} < set(moc.controls["one-row"].options)
+        assert [one.name for one in control_variants(moc, {})] == [f"a+{name}" for name in ALL_CONTROLS[:-1]]
+        assert [[*one.controls] for one in wider] == [[*ALL_CONTROLS[:2], ALL_CONTROLS[3]]] * 2
 
 
 # Every null control, of memories that are inserted and of one that is attached.
 @pytest.mark.parametrize(
     ("method", "name"), zip(METHODS, ["one-row", "frozen-addresses", "random-slots"], strict=True)
 )
-def test_null_control_is_upscaled_and_trained(room, kept, tmp_path, method, name):
+def test_null_control_is_upscaled_and_trained(room, tmp_path, method, name):
     comparing = SmallComparison(room, tmp_path / "out", {method: {"upscale": METHODS[method]}}, train={"max_steps": 1})
-    controls = control_variants(comparing.variants[0], {"learning_rate": 5e-3})
-    control = {one.control: one for one in controls}[name]
-    with_the_base_of(kept, comparing)
-    run = Run(control, {"learning_rate": 5e-3}, 0)
+    (variant,), rate = comparing.variants, {"learning_rate": 5e-3}
+    control = {one.control: one for one in control_variants(variant, rate)}[name]
+    run = Run(control, rate, 0)
     result = comparing.measure(run, keep=True)
     assert (result.variant, result.control, result.control_of) == (f"{method}+{name}", name, method)
-    assert result.rate == {"learning_rate": 5e-3} and result.starts_at_base is True and result.shuffled is None
+    assert result.rate == rate and result.starts_at_base is True and result.shuffled is None
     new = count(comparing.folder(run) / "upscaled") - count(room / "base")
     assert result.new_parameters == new
     if name == "frozen-addresses":
-        assert control.upscale == comparing.variants[0].upscale and 0 < result.trained_parameters < new
+        assert control.upscale == variant.upscale and 0 < result.trained_parameters < new
     else:
         assert 0 < result.trained_parameters <= new
-        assert (new < comparing.variants[0].new_parameters) == (name == "one-row")
+        assert (new < variant.new_parameters) == (name == "one-row")

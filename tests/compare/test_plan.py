@@ -13,10 +13,9 @@ from evaluation.byte_models import byte_tokenizer
 from evaluation.questions import write_questions
 
 from benchmarks.models import CONFIGS
-from midus_hf.compare.plan import TEXT_KINDS, Comparison, Run, Variant, check, plan
+from midus_hf.compare.plan import TEXT_KINDS, Comparison, Variant, check, plan
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping, options_from_files, read_mapping
-from midus_hf.training.arguments import TrainArguments
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers import upscale
 
@@ -44,21 +43,20 @@ def written(path: Path, keys) -> str:
 
 
 def test_recipe_is_read_without_keys_that_the_comparison_sets(room, planned, tmp_path):
-    path = tmp_path / "file.yaml"
-    (report,) = planned({"hml": {"upscale": HEADWISE, "train": {"learning_rate": 0.5}}})[1]
+    path, rate = tmp_path / "file.yaml", {"learning_rate": 0.5}
+    report = planned({"hml": {"upscale": HEADWISE, "train": rate}})[1]
     recipe = written(path, {**HEADWISE, "base": "other", "output": "elsewhere", "seed": 7, "overwrite": True})
-    (result,) = planned({"hml": {"upscale": recipe, "train": {"learning_rate": 0.5}}})[1]
-    assert result == report and result.upscale == HEADWISE
+    assert planned({"hml": {"upscale": recipe, "train": rate}})[1] == report and report[0].upscale == HEADWISE
     ours = {"model_name_or_path": "other", "seed": 7, "eval_text": "text", "resume_from_checkpoint": True}
-    recipe = written(path, {"learning_rate": 0.5, **ours})
-    assert planned({"hml": {"upscale": HEADWISE, "train": recipe}})[1] == [report]
+    recipe = written(path, {**rate, **ours})
+    assert planned({"hml": {"upscale": HEADWISE, "train": recipe}})[1] == report
     # A file for all variants, of which a variant's keys win.
     shared = written(path, {**training(room), "model_name_or_path": "other", "output_dir": "elsewhere"})
-    of_all = keys(room, room / "out", {"a": {"train": {"learning_rate": 0.5}}, "b": {}}) | {"train": shared}
+    of_all = keys(room, room / "out", {"a": {"train": rate}, "b": {}}) | {"train": shared}
     comparison, variants = plan(from_mapping(Comparison, of_all))
     usual = {**training(room), "trainable": "all"}
     assert comparison.train == training(room)
-    assert [variant.train for variant in variants] == [{**usual, "learning_rate": 0.5}, usual]
+    assert [variant.train for variant in variants] == [{**usual, **rate}, usual]
 
 
 # Variants at the rate 3e-4, and the rate of their values; None where values have none of their own.
@@ -72,7 +70,6 @@ _VALUES_AT = {
     "keys and values with a rate in train": ({"upscale": HEADWISE, "train": {"key_value_learning_rate": 1e-4}}, None),
     "no values": ({"upscale": {"method": "moda"}}, None),
     "layers": ({"upscale": {"method": "llama-pro"}}, None),
-    "adapters": ({"train": {"adapters": {"r": 2}}}, None),
     "the base": ({}, None),
 }
 
@@ -83,17 +80,12 @@ def test_values_learn_ten_times_as_fast_at_a_plain_rate(planned, case):
     comparison, (variant,) = planned({"a": options}, rates=[3e-4])
     rate = {"learning_rate": 3e-4} | ({} if values is None else {"value_learning_rate": values})
     assert variant.rates == [rate] == comparison.rates_of("a")
-    train = Run(variant, rate, 0).training_keys(comparison, "model", "run")
-    shared = {key: value for key, value in variant.train.items() if key.endswith("value_learning_rate")}
-    given = from_mapping(TrainArguments, train)
-    assert (given.learning_rate, given.value_learning_rate) == (3e-4, values or shared.get("value_learning_rate"))
 
 
-@pytest.mark.parametrize("memory_type", ["midus-hml", "headwise"])
-def test_upscaled_base_learns_at_the_rates_of_new_parts(room, planned, tmp_path, memory_type):
+def test_upscaled_base_learns_at_the_rates_of_new_parts(room, planned, tmp_path):
     upscale(base=str(room / "base"), output=tmp_path / "base", **HEADWISE)
     config = tmp_path / "base" / "config.json"
-    config.write_text(config.read_text().replace('"type": "midus-hml"', f'"type": "{memory_type}"'))
+    config.write_text(config.read_text().replace('"type": "midus-hml"', '"type": "headwise"'))  # its earlier name
     variants = {
         "new": {"train": {"trainable": "new"}},
         "recorded": {"train": {"trainable": "auto"}},
@@ -101,9 +93,8 @@ def test_upscaled_base_learns_at_the_rates_of_new_parts(room, planned, tmp_path,
         "all": {},
     }
     _, result = planned(variants, base=str(tmp_path / "base"), rates=[1e-3])
-    apart = [{"learning_rate": 1e-3, "value_learning_rate": 1e-2}]
-    expected = {"new": apart, "recorded": apart, "adapters": apart, "all": [{"learning_rate": 1e-3}]}
-    assert {one.name: one.rates for one in result} == expected
+    plain = {"learning_rate": 1e-3}
+    assert [one.rates for one in result] == [[{**plain, "value_learning_rate": 1e-2}]] * 3 + [[plain]]
 
 
 # Options of the variant `a`, or of all; ROOM and FILES are the folders that the fixtures write.
@@ -115,17 +106,11 @@ REFUSED_VARIANT = {
     "base": ({"upscale": {**HEADWISE, "base": "other"}}, "upscale has 'base', which the comparison sets for each run; leave it"),
     "seed": ({"train": {"seed": 1}}, "train has 'seed', which the comparison sets for each run; leave it out"),
     "windows": ({"train": {"sequence_length": 16}}, "sequence_length 16 .*expected 32, as train has"),
-    "windows of a file": ({"train": "FILES/windows.yaml"}, "sequence_length 16 .*expected 32, as train has"),
     "stream": ({"train": {"streaming": True}}, "streaming True; expected .* no streaming"),
-    "unknown key": ({"train": {"max_step": 3}}, "as a run of midus train: config has no option 'max_step'"),
     "no steps": ({"train": {"max_steps": None}}, "has max_steps None; expected at least 1.*Set train.max_steps"),
-    "steps below 1": ({"train": {"max_steps": -1}}, "has max_steps -1; expected at least 1.*Set train.max_steps"),
-    "rate of 0": ({"rates": [0]}, "as a run of midus train: .*learning_rate is 0.0; expected"),
+    "steps below 1": ({"train": {"max_steps": 0}}, "has max_steps 0; expected at least 1.*Set train.max_steps"),
+    "rate of 0": ({"rates": [1, 0]}, "as a run of midus train: .*learning_rate is 0.0; expected"),
     "rate twice": ({"rates": [1e-3, 1.0000001e-3]}, "has rates 0.001, 0.001; expected rates whose names differ"),
-    "number and its mapping": (
-        {"upscale": HEADWISE, "rates": [1e-3, {"learning_rate": 1e-3, "value_learning_rate": 1e-2}]}, "has rates 0.001,value=0.01, "
-    ),
-    "file of upscale": ({"upscale": "absent.yaml"}, "upscale names a file: config is 'absent.yaml', which cannot be read"),
     "file of train": ({"train": "absent.yaml"}, "train names a file: config is 'absent.yaml', which cannot be read"),
     "corpus": ({"train": {"corpus": "absent.txt"}}, "train.corpus is 'absent.txt', which does not exist; expected"),
     "column": ({"train": {"corpus": "FILES/rows.jsonl"}}, "train.corpus 'FILES/rows.jsonl' has no column 'text', only body; set"),
@@ -135,41 +120,32 @@ NAME = "names a variant or text; expected letters, digits"
 REFUSED = {
     "no variants": ({"variants": {}}, "variants is empty; expected one or more"),
     "variant named base": ({"variants": {"base": {}}}, "variants has 'base'.*choose another name"),
-    **{f"variant named {name}": ({"variants": {name: {}}}, f"'{re.escape(name)}' {NAME}") for name in ("a/b", ".a", "a+one-row")},
+    **{f"variant named {name}": ({"variants": {name: {}}}, f"'{re.escape(name)}' {NAME}") for name in (".a", "a+one-row")},
     "text named a/b": ({"retention": {"a/b": "text"}}, f"'a/b' {NAME}"),
-    "option of a variant": ({"variants": {"a": {"method": "solar"}}}, "config has no option 'variants.a.method'"),
     "no domain": ({"domain": {}}, "domain is empty, without tasks; expected one of them"),
     "no domain for controls": ({"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty.*or controls: false"),
     "no validation": ({"rates": [1e-3, 1e-4], "validation": {}}, "validation is empty.*validation.NAME=PATH, or one rate"),
     "text twice": ({"retention": {"plants": "other.txt"}}, "plants, .*; expected a different name for each"),
-    "seed twice": ({"seeds": [1, 1]}, r"seeds is \[1, 1\]; expected one or more different"),
-    "seed below 0": ({"seeds": [-1]}, r"seeds is \[-1\]; expected one or more different"),
-    "no seeds": ({"seeds": []}, r"seeds is \[\]; expected one or more different"),
+    **{f"seeds {seeds}": ({"seeds": seeds}, "seeds is .*; expected one or more different") for seeds in ([1, 1], [-1], [])},
     "key of its own": ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it"),
-    "base": ({"base": "absent/absent/absent"}, "base is 'absent/absent/absent', which does not exist; expected"),
-    "folder as base": ({"base": "ROOM/corpus"}, "base is 'ROOM/corpus', a folder without config.json; expected"),
-    "output": ({"output_dir": "FILES/short.txt"}, "output_dir is 'FILES/short.txt', a file; expected a folder"),
+    "absent base": ({"base": "absent/absent/absent"}, "base is 'absent/absent/absent', which does not exist; expected"),
+    "output": ({"output_dir": "FILES/rows.jsonl"}, "output_dir is 'FILES/rows.jsonl', a file; expected a folder"),
     "absent text": ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected"),
     "text without the column": ({"retention": {"rows": "FILES/rows.jsonl"}}, "retention.rows .*has no column 'text', only body; set"),
     "text in two places": ({"retention": {"stars": "ROOM/base/../plants.txt"}}, "domain.plants .*shares text with retention.stars"),
     "copied text": ({"validation": {"herbs": "FILES/copy.txt"}}, "domain.plants .*shares text with validation.herbs"),
-    **{
-        f"{kind} in the corpus, {text}": ({kind: {"read": f"ROOM/{text}"}}, f"{kind}.read .*shares text with train.corpus")
-        for kind in ("domain", "retention", "validation")
-        for text in ("corpus", "corpus/1.txt")
-    },
+    "text in the corpus": ({"domain": {"read": "ROOM/corpus/1.txt"}}, "domain.read .*shares text with train.corpus"),
+    "corpus in a text": ({"validation": {"read": "ROOM"}}, "domain.plants .*shares text with validation.read"),
 }  # fmt: skip
 REFUSED |= {f"a: {case}": ({"variants": {"a": value}}, message) for case, (value, message) in REFUSED_VARIANT.items()}
 
 
 @pytest.fixture(scope="module")
 def files(room, tmp_path_factory) -> Path:
-    """A folder with texts and a base that cannot be compared."""
+    """A folder with texts that cannot be compared."""
     folder = tmp_path_factory.mktemp("files")
     shutil.copyfile(room / "plants.txt", folder / "copy.txt")
-    (folder / "short.txt").write_text("short")
     (folder / "rows.jsonl").write_text('{"body": "Roses are red."}\n')
-    (folder / "windows.yaml").write_text("sequence_length: 16\n")
     return folder
 
 
@@ -196,18 +172,19 @@ assert RECIPES
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_shipped_comparison_is_planned_on_its_base(recipe, tmp_path):
-    room = write_room(tmp_path)
-    (tmp_path / "sized").mkdir()
+    room, sized = write_room(tmp_path), tmp_path / "sized"
+    sized.mkdir()
     (base,) = (path for path in CONFIGS.glob("*.json") if recipe.stem.startswith(path.stem))
-    shutil.copyfile(base, tmp_path / "sized" / "config.json")
+    shutil.copyfile(base, sized / "config.json")
     for path in (room / "base").glob("tokenizer*"):
-        shutil.copyfile(path, tmp_path / "sized" / path.name)
-    words = [f"base={tmp_path / 'sized'}", f"output_dir={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
-    arguments = read_mapping(recipe)
-    for kind in TEXT_KINDS:
-        for name in arguments.get(kind, {}):
-            (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
-            words.append(f"{kind}.{name}={room / name}.txt")
+        shutil.copyfile(path, sized / path.name)
+    words, arguments = (
+        [f"base={sized}", f"output_dir={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"],
+        read_mapping(recipe),
+    )
+    for name in (f"{kind}.{name}" for kind in TEXT_KINDS for name in arguments.get(kind, {})):
+        (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
+        words.append(f"{name}={room / name}.txt")
     if "tasks" in arguments:
         words.append(f"tasks.data={write_questions(tmp_path / 'questions')}")
     comparison, variants = plan(options_from_files(Comparison, [recipe], words))
@@ -218,27 +195,22 @@ def test_shipped_comparison_is_planned_on_its_base(recipe, tmp_path):
             assert variant.trained_parameters == pytest.approx(8_900_000, rel=0.4), variant.name
 
 
-# Of papers' settings: every row is planned on its base, and a file behind them makes them small.
+# Of papers' settings: every row is planned on its base, and a later file makes them small.
 FOLDER = Path(__file__).parents[2] / "configs" / "reproduce"
 TABLES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "small")
 assert TABLES
 LLAMAS = {"meta-llama/Llama-3.2-1B": LLAMA_3_2_1B, "meta-llama/Llama-3.1-8B": LLAMA_3_1_8B}
 
 
-def read(table: str, *settings: str, small: bool = False) -> Comparison:
-    names = [table, *(["small"] if small else [])]
-    return options_from_files(Comparison, [FOLDER / f"{name}.yaml" for name in names], settings)
-
-
 @pytest.mark.parametrize("table", TABLES)
 def test_rows_of_a_papers_table_are_planned_on_their_base(table, tmp_path):
     is_mathpile = table.startswith("midus-5")
-    arguments = read(table, "train.corpus=corpus") if is_mathpile else read(table)
+    arguments = options_from_files(Comparison, [FOLDER / f"{table}.yaml"], ["train.corpus=corpus"] * is_mathpile)
     folder = write_config(tmp_path / "base", LLAMAS[arguments.base])
     byte_tokenizer().save_pretrained(folder)
-    planned, variants = plan(dataclasses.replace(arguments, base=str(folder), output_dir=str(tmp_path / "out")))
-    check(planned, variants)
-    assert (planned.seeds, planned.controls, planned.domain) == ([0], False, {}) and planned.tasks is not None
+    comparison, variants = plan(dataclasses.replace(arguments, base=str(folder), output_dir=str(tmp_path / "out")))
+    check(comparison, variants)
+    assert (comparison.seeds, comparison.controls, comparison.domain) == ([0], False, {}) and comparison.tasks
     for variant in variants:
         assert variant.train["per_device_train_batch_size"] * variant.train["gradient_accumulation_steps"] == 64
         assert variant.train["max_steps"] == (8392 if is_mathpile else 11444)
@@ -246,15 +218,13 @@ def test_rows_of_a_papers_table_are_planned_on_their_base(table, tmp_path):
         assert variant.train.get("trainable") == ("all" if variant.name == "Base" else None)
 
 
-def test_later_file_makes_a_papers_table_small(tmp_path):
-    room = write_room(tmp_path)
+def test_later_file_makes_a_papers_table_small(room, tmp_path):
     words = [f"base={room / 'base'}", f"train.corpus={room / 'corpus'}", "train.sequence_length=64"]
-    words += [f"domain.articles={room / 'stars.txt'}", "tasks.data=questions"]
-    arguments = read("midus-1", *words, small=True)
+    words += [f"domain.articles={room / 'stars.txt'}", "tasks.data=questions", f"output_dir={tmp_path / 'out'}"]
+    arguments = options_from_files(Comparison, [FOLDER / "midus-1.yaml", FOLDER / "small.yaml"], words)
     # Others need more layers than the base has.
     few = {name: arguments.variants[name] for name in ("LESA", "MIDUS-HML")}
-    planned, variants = plan(dataclasses.replace(arguments, variants=few))
-    check(planned, variants)
-    assert [variant.name for variant in variants] == ["LESA", "MIDUS-HML"]
-    assert {variant.train["max_steps"] for variant in variants} == {50}
-    assert planned.texts == {"articles": str(room / "stars.txt")} and "piqa" in planned.tasks.names
+    comparison, variants = plan(dataclasses.replace(arguments, variants=few))
+    check(comparison, variants)
+    assert [(variant.name, variant.train["max_steps"]) for variant in variants] == [("LESA", 50), ("MIDUS-HML", 50)]
+    assert comparison.texts == {"articles": str(room / "stars.txt")} and "piqa" in comparison.tasks.names

@@ -1,60 +1,66 @@
-"""What a run of a comparison is asked for, its result as a file, and the digests of what it reads."""
+"""What runs are asked for, their results as files, and all runs of a comparison: which, in which order, and what fails."""
 
-import dataclasses
+import fcntl
 import json
 import math
+import os
+import re
 import subprocess
-from functools import partial
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from compare import fake_results
 from compare.fake_results import result
-from compare.small_comparison import SmallComparison, write_room
 
 from midus_hf.compare import run as run_module
-from midus_hf.compare.plan import Run, Variant
-from midus_hf.compare.run import code_version, hash_base, hash_text, read_result, request_of, stages_of, write_result
+from midus_hf.compare.plan import Comparison, Run, Variant
+from midus_hf.compare.run import (
+    Point,
+    Result,
+    code_version,
+    collect,
+    hash_text,
+    read_result,
+    request_of,
+    run_all,
+    write_result,
+)
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping
+from midus_hf.memories.controls import Change
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.version import __version__
 
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory) -> Path:
-    return write_room(tmp_path_factory.mktemp("room"))
-
-
-VARIANT = Variant("hml", {"method": "midus-hml"}, {"corpus": "corpus", "max_steps": 10}, [{}])
-
-comparison = partial(fake_results.comparison, ["hml"])
+CONTROLS = {"one-row": Change(options={"n": 1}), "shuffled-addresses": Change(shuffled=("values",))}
+MEMORY = {"upscale": {"method": "midus-hml", "options": {"n": 4}}, "controls": CONTROLS}
+ONE, TWO = {"learning_rate": 1e-3}, {"learning_rate": 1e-2}
+TRAIN = {"corpus": "corpus", "max_steps": 4}
 
 
-def keys(variant: Variant = VARIANT, rate=None, **changes):
-    return Run(variant, rate or {}, 3).training_keys(comparison(**changes), "model", "run")
+def variant(name: str, rates=(ONE,), upscale=None, train=TRAIN, **changes) -> Variant:
+    return Variant(name, upscale, train, list(rates), **changes)
 
 
-def test_training_keys_have_what_the_comparison_sets():
-    assert keys() == {
-        **{"corpus": "corpus", "model_name_or_path": "model", "output_dir": "run", "seed": 3, "max_steps": 10},
-        **{"dataloader_drop_last": True, "eval_on_start": True, "eval_steps": 10},
+def comparison(folder: Path, **changes) -> Comparison:
+    arguments = {"output_dir": str(folder / "out"), "seeds": [0], "train": TRAIN, **changes}
+    return fake_results.comparison(["a"], **arguments)
+
+
+def test_training_keys_have_what_the_comparison_sets(tmp_path):
+    """Texts are measured at the end, or as the recipe says; the Trainer measures at the last step too."""
+    one = comparison(tmp_path)
+    assert Run(variant("a", train={**TRAIN, "learning_rate": 9.0}), ONE, 3).training_keys(one, "model", "run") == {
+        **{"corpus": "corpus", "model_name_or_path": "model", "output_dir": "run", "seed": 3, "max_steps": 4},
+        **{"dataloader_drop_last": True, "eval_on_start": True, "eval_steps": 4, "learning_rate": 1e-3},
         "eval_text": {"plants": "plants.txt", "stars": "stars.txt", "herbs": "herbs.txt"},
     }
-
-
-@pytest.mark.parametrize(
-    ("train", "every"),
-    [
-        ({"max_steps": 1e2}, 100),
-        ({"max_steps": 100.0, "eval_steps": None}, 100),
-        ({"max_steps": 10, "eval_steps": 4}, 4),  # the Trainer measures at the last step too
-    ],
-    ids=str,
-)
-def test_texts_are_measured_at_the_end_or_as_the_recipe_says(train, every):
-    variant = dataclasses.replace(VARIANT, train={"corpus": "corpus", **train})
-    assert from_mapping(TrainArguments, keys(variant)).eval_steps == every
+    for given, every in (({"max_steps": 1e2}, 100), ({"eval_steps": None}, 4), ({"eval_steps": 3}, 3)):
+        keys = Run(variant("a", train={**TRAIN, **given})).training_keys(one, "model", "run")
+        assert from_mapping(TrainArguments, keys).eval_steps == every
 
 
 def test_older_result_is_read_without_unknown_fields(tmp_path):
@@ -71,18 +77,18 @@ def test_older_result_is_read_without_unknown_fields(tmp_path):
 PUBLISHED = Path(__file__).parents[2] / "experiments" / "results" / "smollm2-135m-instruct" / "runs"
 
 
-def test_published_results_belong_to_their_comparison():
-    files = sorted(PUBLISHED.rglob("*.json"))
-    results = [read_result(path.with_suffix("")) for path in files]
-    assert len(files) == 26 and all(math.isfinite(loss) for one in results for loss in one.losses.values())
+def test_published_results_belong_to_their_comparison(tmp_path):
+    results = [read_result(path.with_suffix("")) for path in sorted(PUBLISHED.rglob("*.json"))]
+    assert len(results) == 26 and all(math.isfinite(loss) for one in results for loss in one.losses.values())
     (full,) = [one for one in results if one.variant == "full" and one.rate == {"learning_rate": 1e-4}]
-    request = full.request
     own = ("model_name_or_path", "output_dir", "seed", "eval_steps", "eval_text", "eval_on_start", "learning_rate")
-    train = {key: value for key, value in request["train"].items() if key not in own and key != "dataloader_drop_last"}
-    texts = request["texts"]
+    train = {key: value for key, value in full.request["train"].items() if key not in own}
     kinds = {"domain": "addresses", "retention": "articles", "validation": "other_addresses"}
-    one = comparison(base=request["base"], train=train, **{kind: {name: texts[name]} for kind, name in kinds.items()})
-    assert request_of(Run(Variant("full", None, train, []), full.rate, 0), one).items() <= request.items()
+    texts = {kind: {name: full.request["texts"][name]} for kind, name in kinds.items()}
+    request = request_of(
+        Run(variant("full", train=train), full.rate), comparison(tmp_path, base=full.request["base"], **texts)
+    )
+    assert request.items() <= full.request.items()
 
 
 def test_digest_of_a_folder_covers_files_and_their_names(tmp_path):
@@ -100,58 +106,197 @@ def test_digest_of_a_folder_covers_files_and_their_names(tmp_path):
     assert hash_text("owner/corpus") != hash_text("owner/other")
 
 
-def test_digest_of_a_base_covers_weights_config_and_tokenizer(room):
-    base = room / "base"
-    before = hash_base(str(base))
-    (base / "notes.txt").write_text("not read")
-    assert hash_base(str(base)) == before
-    for name in ("config.json", "tokenizer_config.json"):
-        usual = (base / name).read_text()
-        (base / name).write_text(usual + " ")
-        assert hash_base(str(base)) != before
-        (base / name).write_text(usual)
-
-
-def test_each_text_is_read_once_for_all_variants(room, tmp_path, monkeypatch):
-    read = []
-    monkeypatch.setattr(run_module, "hash_text", lambda path: read.append(path) or path)
-    comparing = SmallComparison(room, tmp_path, {"a": {}, "b": {"train": {"corpus": str(room / "corpus" / "1.txt")}}})
-    first, second = map(comparing.digests_for, comparing.variants)
-    assert first["data"] != second["data"] and first["base"] == second["base"]
-    assert comparing.digests_for(stages_of(comparing.comparison, [])[0][0].variant) == first
-    assert sorted(read) == sorted(set(read)) and len(read) == 5
-
-
-def test_result_has_the_origin_of_its_numbers(room, tmp_path):
-    comparing = SmallComparison(room, tmp_path, {"full": {}})
-    digests = comparing.digests_for(comparing.variants[0])
-    assert comparing.measure_base().origin == {**digests, "code": code_version()}
-
-
-def test_loss_that_is_not_finite_is_no_result(room, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "_measure_texts", lambda *_: {"plants": math.nan})
-    with pytest.raises(RequestError, match=r"losses ended at .*nan.*; expected finite numbers. Lower the rate"):
-        SmallComparison(room, tmp_path, {"full": {}}).measure_base()
-    assert not list(tmp_path.rglob("*.json"))
-
-
-def test_corpus_without_a_batch_is_no_result(room, tmp_path):
-    comparing = SmallComparison(room, tmp_path, {"full": {}}, train={"per_device_train_batch_size": 10**4})
-    with pytest.raises(RequestError, match=r"after 0 of 4 steps.*expected more text, or a smaller per_device"):
-        comparing.measure(comparing.runs()[0])
-
-
 def test_code_of_a_clone_has_its_commit(tmp_path, monkeypatch):
     (tmp_path / "midus_hf" / "compare").mkdir(parents=True)
     monkeypatch.setattr(run_module, "__file__", str(tmp_path / "midus_hf" / "compare" / "run.py"))
     assert code_version() == __version__
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
-    (tmp_path / "midus_hf" / "__init__.py").write_text("")
-    subprocess.run([*git, "init", "-q"], check=True)
-    assert code_version() == __version__, "without a commit"
-    for words in (["add", "."], ["commit", "-q", "-m", "m"]):
-        subprocess.run([*git, *words], check=True)
+    (file := tmp_path / "midus_hf" / "__init__.py").write_text("")
+    for words in ("init -q", "add .", "-c user.name=n -c user.email=e commit -q -m m"):
+        subprocess.run(["git", "-C", str(tmp_path), *words.split()], check=True)
     committed = code_version()
     assert len(committed) == len(f"{__version__} ()") + 40
-    (tmp_path / "midus_hf" / "__init__.py").write_text("1")
+    file.write_text("1")
     assert code_version() == f"{committed[:-1]}-dirty)"
+
+
+class PretendedRuns:
+    """A folder in which runs are pretended; `started` has the names of those that the last command began.
+
+    `behaviour` tells of runs by name: a `loss` of the validation text, `exits` with a status and `prints` before.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.behaviour, self.started = folder, dict[str, dict[str, Any]](), list[str]()
+
+    def run(self, variants, **changes) -> dict[str, str]:
+        self.started = []
+        return run_all(comparison(self.folder, **changes), variants)
+
+    def do(self, words, *, input, stdout, stderr, text, check) -> SimpleNamespace:
+        """Stand in for `subprocess.run`."""
+        assert words[1:] == ["-m", "midus_hf.compare.run"] and stdout is stderr and text
+        values = json.loads(input)
+        run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
+        behaviour = self.behaviour.get(run.name, {})
+        self.started.append(run.name)
+        stdout.write(behaviour.get("prints", ""))
+        stdout.flush()
+        if not behaviour.get("exits"):
+            one, loss = from_mapping(Comparison, values["comparison"]), behaviour.get("loss", 2.0)
+            curve = [Point(step, {"plants": 2.0, "stars": 2.0, "herbs": loss if step else 3.0}) for step in (0, 4)]
+            told = {"request": request_of(run, one), "origin": values["inputs"], "control": run.variant.control}
+            write_result(run.folder(one), Result(run.variant.name, run.rate, run.seed, curve, **told))
+        return SimpleNamespace(returncode=behaviour.get("exits", 0))
+
+
+@pytest.fixture
+def pretended(tmp_path, monkeypatch) -> PretendedRuns:
+    monkeypatch.chdir(tmp_path)
+    runs = PretendedRuns(tmp_path)
+    monkeypatch.setattr(run_module, "subprocess", SimpleNamespace(run=runs.do))
+    monkeypatch.setattr(run_module, "hash_base", lambda base: f"digest of {base}")
+    return runs
+
+
+def test_runs_start_one_after_another_in_the_order_of_the_plan(pretended, capsys):
+    pretended.behaviour = {"a/0.01/seed-1": {"loss": 1.0}}
+    assert pretended.run([variant("a", [ONE, TWO]), variant("b", **MEMORY)], seeds=[1, 0, 2]) == {}
+    expected = ["base", "a/0.001/seed-1", "a/0.01/seed-1", "b/0.001/seed-1"]
+    expected += ["a/0.01/seed-0", "b/0.001/seed-0", "a/0.01/seed-2", "b/0.001/seed-2"]
+    expected += [f"b+one-row/0.001/seed-{seed}" for seed in (1, 0, 2)]
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.splitlines() == [f"{name}: done (0 s)" for name in expected]
+    assert pretended.started == expected
+
+
+@pytest.mark.parametrize(
+    ("prints", "words"),
+    [
+        ("", "it printed nothing"),
+        ("a line\nOutOfMemoryError: no memory\n", "OutOfMemoryError: no memory"),
+        ("hf_" + "x" * 34 + " was refused\n", "<hidden> was refused"),
+    ],
+    ids=["nothing", "lines", "secret"],
+)
+def test_failed_run_is_reported_and_repeated_by_the_same_command(pretended, prints, words):
+    pretended.behaviour = {"a/0.001/seed-0": {"exits": 3, "prints": prints}}
+    log = pretended.folder / "out/runs/a/0.001/seed-0.log"
+    variants = [variant("a"), variant("b")]
+    assert pretended.run(variants) == {"a/0.001/seed-0": f"{words} (status 3; see {log})"}
+    assert pretended.started == ["base", "a/0.001/seed-0", "b/0.001/seed-0"] and log.read_text() == prints
+    pretended.behaviour = {}
+    assert pretended.run(variants) == {} and pretended.started == ["a/0.001/seed-0"] and log.read_text() == ""
+
+
+def test_only_added_runs_are_done(pretended):
+    a = variant("a", **MEMORY)
+    pretended.run([a])
+    assert pretended.started == ["base", "a/0.001/seed-0", "a+one-row/0.001/seed-0"]
+    results = {path: path.read_bytes() for path in (pretended.folder / "out").rglob("*.json")}
+    pretended.run([a])
+    assert pretended.started == []
+    pretended.run([a, variant("b")], seeds=[0, 1])
+    assert pretended.started == ["b/0.001/seed-0", "a/0.001/seed-1", "b/0.001/seed-1", "a+one-row/0.001/seed-1"]
+    # A rate that turns out to be better gets the other seeds, and null controls of its own.
+    pretended.behaviour = {"a/0.01/seed-0": {"loss": 1.0}}
+    faster, added = [variant("a", [ONE, TWO], **MEMORY)], ["a/0.01", "a+one-row/0.01"]
+    pretended.run(faster, seeds=[0, 1])
+    assert pretended.started == [f"{name}/seed-{seed}" for name in added for seed in (0, 1)]
+    _, found, missing = collect(comparison(pretended.folder, seeds=[0, 1]), faster)
+    expected = [("a", ONE, 0), ("a", TWO, 0), ("a", TWO, 1), ("a+one-row", TWO, 0), ("a+one-row", TWO, 1)]
+    assert [(one.variant, one.rate, one.seed) for one in found] == expected and missing == 0
+    assert all(path.read_bytes() == content for path, content in results.items())
+
+
+# The run that fails, the rates and the rest of a variant, its runs of two seeds, and how many are missing.
+FIRST, CONTROL = "a/0.001/seed-0", "a+one-row/0.001/seed"
+NOT_DONE = {
+    "the base": ("base", [ONE], {}, [], 2),
+    "a rate": ("a/0.01/seed-0", [ONE, TWO], {}, [FIRST, "a/0.01/seed-0", "a/0.001/seed-1"], 1),
+    "the only rate": (FIRST, [ONE], MEMORY, [FIRST], 4),
+    "a null control": (f"{CONTROL}-1", [ONE], MEMORY, [FIRST, "a/0.001/seed-1", f"{CONTROL}-0", f"{CONTROL}-1"], 1),
+}
+
+
+@pytest.mark.parametrize(("failing", "rates", "memory", "runs", "missing"), NOT_DONE.values(), ids=NOT_DONE)
+def test_other_runs_follow_one_that_failed_unless_the_base(pretended, failing, rates, memory, runs, missing):
+    pretended.behaviour, variants = {failing: {"exits": 1}}, [variant("a", rates, **memory)]
+    assert list(pretended.run(variants, seeds=[0, 1])) == [failing]
+    assert pretended.started == ["base", *runs]
+    base, results, counted = collect(comparison(pretended.folder, seeds=[0, 1]), variants)
+    assert counted == missing and len([base, *results]) == len(runs) + (base is None)
+
+
+# What changes: keys of the comparison, a result or the content of a file; and the run that is refused.
+CHANGED = {
+    "steps": ({"train": {**TRAIN, "max_steps": 8}}, FIRST),
+    "a control": (f"out/runs/{CONTROL}-0.json", f"{CONTROL}-0"),
+    **{f"content of {name}": (name, "base") for name in ("base", "corpus", "plants.txt", "herbs.txt")},
+}
+
+
+@pytest.mark.parametrize(("change", "run"), CHANGED.values(), ids=CHANGED)
+def test_result_of_another_request_is_refused(pretended, change, run, monkeypatch):
+    for name in ("base", "corpus", "plants.txt", "herbs.txt"):
+        (pretended.folder / name).write_text("before")
+    monkeypatch.setattr(run_module, "hash_base", lambda base: Path(base).read_text())
+    pretended.run([variant("a", **MEMORY)])
+    changes = change if isinstance(change, dict) else {}
+    if not changes:
+        path = pretended.folder / change
+        path.write_text(path.read_text().replace('"n": 1', '"n": 2').replace("before", "after"))
+    message = (
+        rf"out/runs/{re.escape(run)}.json was made with another request.*expected the same, or another output_dir"
+    )
+    with pytest.raises(RequestError, match=message):
+        pretended.run([variant("new"), variant("a", **MEMORY, **changes)], **changes)
+    assert pretended.started == []
+
+
+def test_same_command_takes_only_runs_that_no_other_has_taken(pretended, monkeypatch, capsys):
+    """Another process does the first run of `a`, and ends without a result once all others are done."""
+    log = pretended.folder / f"out/runs/{FIRST}.log"
+    log.parent.mkdir(parents=True)
+    other, waits = log.open("w"), []
+    fcntl.flock(other, fcntl.LOCK_EX)
+
+    def sleep(seconds):
+        waits.append([*pretended.started])
+        if len(waits) == 2:
+            other.close()
+
+    monkeypatch.setattr(run_module.time, "sleep", sleep)
+    assert pretended.run([variant("a"), variant("b")], seeds=[0, 1]) == {}
+    # The second seeds wait, since the rate of `a` is not chosen yet.
+    assert waits == [["base", "b/0.001/seed-0"]] * 2
+    assert pretended.started == [*waits[0], FIRST, "a/0.001/seed-1", "b/0.001/seed-1"]
+    assert capsys.readouterr().err.count(f"waiting for runs of other processes, such as {FIRST}\n") == 1
+
+
+def test_file_system_without_locks_is_told(pretended, monkeypatch, capsys):
+    monkeypatch.setattr(run_module.fcntl, "flock", lambda *_: os.fstat(-1))
+    assert pretended.run([]) == {} and pretended.started == ["base"]
+    assert (
+        "base.log is not locked: its file system has no locks. Start no second process.\n" in capsys.readouterr().err
+    )
+
+
+def test_process_of_a_run_writes_to_the_log_and_keeps_its_lock(tmp_path, monkeypatch, capfd):
+    """A killed comparison leaves the process of its run, for which the same command waits."""
+    program, ended = tmp_path / "program", tmp_path / "ended"
+    program.write_text(f"#!/bin/sh\necho printed\nwhile ! test -e {ended}; do sleep 0.05; done\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(run_module, "hash_base", lambda base: f"digest of {base}")
+    one, log = comparison(tmp_path), tmp_path / "out/runs/base.log"
+    if not (killed := os.fork()):
+        run_all(one, [])
+        os._exit(0)
+    while not log.is_file() or log.read_text() != "printed\n":
+        time.sleep(0.01)
+    os.kill(killed, 9)
+    os.waitpid(killed, 0)
+    monkeypatch.setattr(run_module.time, "sleep", lambda seconds: (ended.touch(), os.sched_yield()))
+    assert run_all(one, []) == {"base": f"printed (status 3; see {log})"}
+    printed = capfd.readouterr()
+    assert printed.out == "" and "waiting for runs of other processes, such as base" in printed.err
