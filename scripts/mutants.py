@@ -74,9 +74,8 @@ NEAREST = {
     "midus_hf/evaluation": "tests/evaluation",
     "midus_hf/training": "tests/training --ignore=tests/training/parallel --ignore=tests/training/checkpoints/test_killed_runs.py",
     "midus_hf/training/adapters.py": "tests/adapters/test_runs.py tests/adapters/test_lora.py",
-    "midus_hf/training/arguments.py": "tests/training/test_arguments.py tests/training/test_refusals.py "
-    "tests/commands/test_training_words.py",
-    "midus_hf/training/keys.py": "tests/training/test_arguments.py tests/commands/test_training_words.py",
+    "midus_hf/training/arguments.py": "tests/training/test_refusals.py tests/commands/test_training_words.py",
+    "midus_hf/training/keys.py": "tests/training/test_refusals.py tests/commands/test_training_words.py",
     "midus_hf/memories/hierarchical/training.py": "tests/training/test_blocks.py",
     "midus_hf/training/checkpoints.py": "tests/training/checkpoints tests/training/test_run.py",
     "midus_hf/training/inputs.py": "tests/training/test_refusals.py tests/training/checkpoints/test_whole_checkpoints.py "
