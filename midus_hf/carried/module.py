@@ -58,7 +58,8 @@ class Source:
         self.libraries: dict[str, tuple[str, str]] = {}
         # The source of each definition, with its decorators and the comments right above it.
         self.definitions: dict[str, str] = {}
-        self._calls: list[str] = []  # the source of each call at the top level
+        # The calls at the top level that use a definition, such as those that register it.
+        self.calls: dict[str, list[str]] = {}
         # Why no definition can be copied: a statement without a name. Else empty.
         self.refusal = ""
         text = imported.__loader__.get_source(imported.__name__) or ""
@@ -88,11 +89,9 @@ class Source:
                     )
                 self.definitions |= dict.fromkeys(names, _MARKS.sub("", self._text(statement, following)))
             elif isinstance(statement.value, ast.Call):
-                self._calls.append(self._text(statement))
-
-    def calls_of(self, name: str) -> list[str]:
-        """Return the calls at the top level that use a definition, such as those that register it."""
-        return [call for call in self._calls if name in names_read(call)]
+                call = self._text(statement)
+                for read in names_read(call):
+                    self.calls.setdefault(read, []).append(call)
 
     def _text(self, statement: Any, following: ast.stmt | None = None) -> str:
         """Return the lines of a statement, with decorators, comments above, and a constant's docstring."""
@@ -207,7 +206,7 @@ class Closure:
                 if source.refusal:
                     raise RequestError(source.refusal)
                 self._kept[name] = source.definitions[name.name]
-                for text in (self._kept[name], *source.calls_of(name.name)):
+                for text in (self._kept[name], *source.calls.get(name.name, ())):
                     pending += filter(None, (self._resolved(name.module, each) for each in sorted(names_read(text))))
         # Other names under which definitions are imported, by module.
         self._aliases: dict[str, dict[str, str]] = {}
@@ -248,7 +247,7 @@ class Closure:
         for module in order:
             source = self._source(module)
             names = [name for name in source.definitions if Name(module, name) in self._kept]
-            calls = dict.fromkeys(call for name in names for call in source.calls_of(name))
+            calls = dict.fromkeys(call for name in names for call in source.calls.get(name, ()))
             texts = list(dict.fromkeys([self._kept[Name(module, name)] for name in names] + list(calls)))
             for name in {name for text in texts for name in names_read(text) & source.libraries.keys()}:
                 library, called = source.libraries[name]
