@@ -58,17 +58,6 @@ def assert_same(output, expected):
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_new_memory_adds_zero_and_has_gradients():
-    memory = build_memory(EngramOptions(**HASHED), SIZES)
-    output = memory(states().float(), input_ids=IDS)
-    assert torch.equal(output, torch.zeros(2, 12, 16))
-    output.sum().backward()
-    read = torch.zeros(len(memory.value_table), dtype=torch.bool)
-    read[rows_of(memory, IDS).flatten()] = True
-    assert torch.equal(memory.value_table.grad.abs().sum(1) > 0, read)
-    assert all(parameter.grad.isfinite().all() for parameter in memory.parameters())
-
-
 def test_gradients_are_those_of_small_differences(memory):
     names = [name for name, _ in memory.named_parameters()]
     keywords = {"input_ids": IDS[:1], "tables": tables_of(memory)}
@@ -78,22 +67,6 @@ def test_gradients_are_those_of_small_differences(memory):
         return torch.func.functional_call(memory, parameters, (states()[:1],), keywords)
 
     assert torch.autograd.gradcheck(output, tuple(memory.parameters()), fast_mode=True)
-
-
-@pytest.mark.parametrize("cuts", [[3, 4, 5, 11], list(range(1, 12)), [6]])
-def test_sequence_in_parts_equals_the_whole(memory, cuts):
-    state = MemoryState("ngram", 0, True)
-    parts = [run(memory, *span, state=state) for span in zip([0, *cuts], [*cuts, 12], strict=True)]
-    assert_same(torch.cat(parts, 1), run(memory))
-
-
-@pytest.mark.parametrize("count", [1, 3, 9])
-def test_rolled_back_tokens_leave_no_trace(memory, count):
-    state = MemoryState("ngram", 0, True, rollback=memory.rollback)
-    run(memory, 0, 10, state=state)
-    state.crop(-count)
-    state.crop(0)
-    assert_same(run(memory, 10 - count, 12, state=state), run(memory)[:, 10 - count :])
 
 
 def test_cropping_beyond_the_state_is_refused():

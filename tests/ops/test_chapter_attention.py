@@ -84,16 +84,6 @@ def test_long_segments_are_gathered_and_short_ones_sorted(monkeypatch):
     assert called == ["_gathered", "segment_attention", "_gathered"]
 
 
-@pytest.mark.parametrize("shape", [(0, 6), (2, 0), (0, 0)], ids=str)
-def test_empty_input_gives_empty_output(shape, body):
-    segments, length = shape
-    arguments = made(segments=segments, length=length)
-    output = chapter_attention(**arguments, backend=backend_of(body))
-    assert output.shape == (segments, length, 4, WIDTH)
-    output.sum().backward()
-    assert arguments["query"].grad.shape == output.shape
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_tables_are_cast_to_the_query_and_gradients_back(dtype, body):
     arguments = made(dtype=dtype, segments=64, length=1)

@@ -1,12 +1,11 @@
-"""Retrieval by product keys and by flat keys against a search through all slots, and the largest by groups against one `topk`."""
+"""Retrieval by product keys and by flat keys, and head-wise memory, against loops over all slots; the largest by groups."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops.loops import slot_scores
 
-from midus_hf.ops import flat_key_topk, product_key_topk
+from midus_hf.ops import flat_key_topk, headwise_memory, product_key_topk
 from midus_hf.ops.product_key import op as selection
 
 
@@ -83,3 +82,58 @@ def test_equal_elements_are_each_chosen_once(n, k):
     values, places = selection.largest(scores, k)
     assert torch.equal(values, scores.topk(k).values) and torch.equal(scores.gather(-1, places), values)
     assert all(len(set(row)) == k for row in places[:50].tolist())
+
+
+def slot_scores(query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor) -> list[torch.Tensor]:
+    """The scores of all n * n slots for one token and head (equations 11 and 13); slot `i * n + j` pairs i with j."""
+    rows, columns = query.split(len(query) // 2)
+    return [
+        torch.dot(rows, row_key) + torch.dot(columns, column_key) for row_key in row_keys for column_key in column_keys
+    ]
+
+
+def best_slots(scores: list[torch.Tensor], k: int) -> list[int]:
+    """The k slots of highest score, best first; of equal ones, the one that comes first."""
+    return sorted(range(len(scores)), key=lambda slot: -scores[slot].item())[:k]
+
+
+def headwise_memory_by_loops(query, row_keys, column_keys, value_bank, value_transform, k: int) -> torch.Tensor:
+    """Return the output `[T, H, v]` for a query `[T, H, d]`; other shapes as in `midus_hf.ops.midus_hml.op`."""
+    outputs = []
+    for token in query:
+        for head, queries in enumerate(token):
+            scores = slot_scores(queries, row_keys[head], column_keys[head])
+            slots = best_slots(scores, k)
+            weights = torch.stack([scores[slot] for slot in slots]).softmax(0)
+            retrieved = sum(weight * value_bank[slot] for weight, slot in zip(weights, slots, strict=True))  # eq. 16
+            outputs.append(value_transform[head] @ retrieved)  # eq. 16 and 17
+    return torch.stack(outputs).view(*query.shape[:2], -1)
+
+
+NAMES = ("query", "row_keys", "column_keys", "value_bank", "value_transform")
+
+
+def inputs(tokens=5, heads=3, half=4, n=6, width=5, seed=0, dtype=torch.float64) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((tokens, heads, 2 * half), (heads, n, half), (heads, n, half), (n * n, width), (heads, width, width))
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("sizes", [{}, {"tokens": 40, "n": 3}, {"half": 1, "width": 1, "n": 7}], ids=str)
+def test_output_and_gradients_equal_loops(sizes, k):
+    arguments = [argument.requires_grad_() for argument in inputs(**sizes)]
+    output, by_loops = headwise_memory(*arguments, k), headwise_memory_by_loops(*arguments, k)
+    torch.testing.assert_close(output, by_loops, rtol=1e-12, atol=1e-13)
+    along = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    both = (torch.autograd.grad(made, arguments, along) for made in (output, by_loops))
+    for name, gradient, expected in zip(NAMES, *both, strict=True):
+        assert k == 1 or expected.abs().max() > 0, f"the gradient of {name} is zero and shows nothing"
+        torch.testing.assert_close(
+            gradient, expected, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_reference_can_be_differentiated_twice():
+    arguments = [argument.requires_grad_() for argument in inputs(tokens=3, heads=2, half=2, n=4, width=3)]
+    assert torch.autograd.gradgradcheck(lambda *tensors: headwise_memory(*tensors, 3, backend="reference"), arguments)
