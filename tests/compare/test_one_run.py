@@ -57,8 +57,13 @@ def count(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def kept(room, tmp_path_factory):
-    """Return a comparison of a memory and of the base trained whole whose models stay, with the base's result and theirs."""
+    """Return a comparison whose models stay, with the base's result and theirs."""
+    moc = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": "sequence"}
     variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"train": {"learning_rate": 1e-3}}}
+    variants |= {
+        "moc": {"upscale": {"method": "moc", "options": moc, "verify": False}},
+        "solar": {"upscale": {"method": "solar"}},
+    }
     comparing = SmallComparison(room, tmp_path_factory.mktemp("kept"), variants, tasks=tasks_in(room))
     base = comparing.measure_base()
     return comparing, base, {run.variant.name: (run, comparing.measure(run, keep=True)) for run in comparing.runs()}
@@ -87,33 +92,19 @@ def test_curve_ends_are_losses_of_packed_sequences(room, kept, tmp_path, variant
 
 def test_result_names_its_run_sizes_and_origin(room, kept):
     comparing, base, results = kept
-    (of_hml, hml), (_, full) = results["hml"], results["full"]
+    (of_hml, hml), (_, full), *_ = results.values()
     rates = {"learning_rate": 1e-2, "value_learning_rate": 1e-1}
     assert (hml.variant, hml.rate, hml.seed, hml.control) == ("hml", rates, 0, None)
     assert (full.variant, full.rate, full.shuffled) == ("full", {}, None)
-    assert (hml.starts_at_base, full.starts_at_base, hml.is_causal) == (True, None, True)
-    assert not hml.starts_elsewhere and not full.starts_elsewhere and base.losses == full.start.losses
+    told = {name: (one.starts_at_base, one.starts_elsewhere, one.is_causal) for name, (_, one) in results.items()}
+    expected = {"hml": (True, False, True), "full": (None, False, True)}
+    assert told == {**expected, "moc": (None, True, False), "solar": (False, True, True)}
+    assert [one.start.losses == base.losses for _, one in results.values()] == [True, True, True, False]
     assert (base.variant, base.curve[0].step, len(base.curve)) == ("base", 0, 1)
     size = count(room / "base")
     assert hml.new_parameters == hml.trained_parameters == count(comparing.folder(of_hml) / "upscaled") - size > 0
     assert (full.new_parameters, full.trained_parameters) == (0, size)
     assert base.origin == {**comparing.digests_for(comparing.variants[1]), "code": code_version()}
-
-
-MOC = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": "sequence"}
-# Keys of an upscaling, and whether its result starts at the base, starts elsewhere, and is causal.
-TOLD = [
-    ({"method": "solar"}, (False, True, True)),
-    ({"method": "moc", "options": MOC, "verify": False}, (None, True, False)),
-]
-
-
-@pytest.mark.parametrize(("keys", "told"), TOLD, ids=["a start elsewhere", "not compared, not causal"])
-def test_result_has_the_start_and_kind_of_its_model(room, kept, tmp_path, keys, told):
-    comparing = SmallComparison(room, tmp_path, {"a": {"upscale": keys}}, controls=False)
-    result = comparing.measure(comparing.runs()[0])
-    assert (result.starts_at_base, result.starts_elsewhere, result.is_causal) == told
-    assert (result.start.losses["plants"] != kept[1].losses["plants"]) == (result.starts_at_base is False)
 
 
 def test_run_begins_anew_and_leaves_one_file(room, kept, tmp_path):

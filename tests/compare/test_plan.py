@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,11 @@ from upscalers import upscale
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Path:
-    return write_room(tmp_path_factory.mktemp("room"))
+    """A room with two more texts, a copy of another and one without the column `text`."""
+    room = write_room(tmp_path_factory.mktemp("room"))
+    (room / "copy.txt").write_text((room / "plants.txt").read_text())
+    (room / "rows.jsonl").write_text('{"body": "Roses are red."}\n')
+    return room
 
 
 @pytest.fixture
@@ -97,7 +100,7 @@ def test_upscaled_base_learns_at_the_rates_of_new_parts(room, planned, tmp_path)
     assert [one.rates for one in result] == [[{**plain, "value_learning_rate": 1e-2}]] * 3 + [[plain]]
 
 
-# Options of the variant `a`, or of all; ROOM and FILES are the folders that the fixtures write.
+# Options of the variant `a`, or of all; ROOM is the folder of the fixture.
 REFUSED_VARIANT = {
     "option of upscale": ({"upscale": {**HEADWISE, "num_new_layer": 2}}, "upscale has no option 'num_new_layer'. Expected one of: m"),
     "no method": ({"upscale": {"num_new_layers": 2}}, "upscale is {'num_new_layers': 2}; expected a method"),
@@ -113,7 +116,7 @@ REFUSED_VARIANT = {
     "rate twice": ({"rates": [1e-3, 1.0000001e-3]}, "has rates 0.001, 0.001; expected rates whose names differ"),
     "file of train": ({"train": "absent.yaml"}, "train names a file: config is 'absent.yaml', which cannot be read"),
     "corpus": ({"train": {"corpus": "absent.txt"}}, "train.corpus is 'absent.txt', which does not exist; expected"),
-    "column": ({"train": {"corpus": "FILES/rows.jsonl"}}, "train.corpus 'FILES/rows.jsonl' has no column 'text', only body; set"),
+    "column": ({"train": {"corpus": "ROOM/rows.jsonl"}}, "train.corpus 'ROOM/rows.jsonl' has no column 'text', only body; set"),
     "corpus is measured": ({"train": {"corpus": "ROOM/herbs.txt"}}, "validation.herbs .*shares text with variants.a.train.corpus"),
 }  # fmt: skip
 NAME = "names a variant or text; expected letters, digits"
@@ -129,41 +132,29 @@ REFUSED = {
     **{f"seeds {seeds}": ({"seeds": seeds}, "seeds is .*; expected one or more different") for seeds in ([1, 1], [-1], [])},
     "key of its own": ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it"),
     "absent base": ({"base": "absent/absent/absent"}, "base is 'absent/absent/absent', which does not exist; expected"),
-    "output": ({"output_dir": "FILES/rows.jsonl"}, "output_dir is 'FILES/rows.jsonl', a file; expected a folder"),
+    "output": ({"output_dir": "ROOM/rows.jsonl"}, "output_dir is 'ROOM/rows.jsonl', a file; expected a folder"),
     "absent text": ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected"),
-    "text without the column": ({"retention": {"rows": "FILES/rows.jsonl"}}, "retention.rows .*has no column 'text', only body; set"),
+    "text without the column": ({"retention": {"rows": "ROOM/rows.jsonl"}}, "retention.rows .*has no column 'text', only body; set"),
     "text in two places": ({"retention": {"stars": "ROOM/base/../plants.txt"}}, "domain.plants .*shares text with retention.stars"),
-    "copied text": ({"validation": {"herbs": "FILES/copy.txt"}}, "domain.plants .*shares text with validation.herbs"),
+    "copied text": ({"validation": {"herbs": "ROOM/copy.txt"}}, "domain.plants .*shares text with validation.herbs"),
     "text in the corpus": ({"domain": {"read": "ROOM/corpus/1.txt"}}, "domain.read .*shares text with train.corpus"),
     "corpus in a text": ({"validation": {"read": "ROOM"}}, "domain.plants .*shares text with validation.read"),
 }  # fmt: skip
 REFUSED |= {f"a: {case}": ({"variants": {"a": value}}, message) for case, (value, message) in REFUSED_VARIANT.items()}
 
 
-@pytest.fixture(scope="module")
-def files(room, tmp_path_factory) -> Path:
-    """A folder with texts that cannot be compared."""
-    folder = tmp_path_factory.mktemp("files")
-    shutil.copyfile(room / "plants.txt", folder / "copy.txt")
-    (folder / "rows.jsonl").write_text('{"body": "Roses are red."}\n')
-    return folder
-
-
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
-def test_wrong_comparison_is_refused_before_anything_runs(room, planned, files, tmp_path, changes, message):
-    changes, message = (
-        json.loads(json.dumps(each).replace("ROOM", str(room)).replace("FILES", str(files)))
-        for each in (changes, message)
-    )
+def test_wrong_comparison_is_refused_before_anything_runs(room, planned, tmp_path, changes, message):
+    changes, message = (json.loads(json.dumps(each).replace("ROOM", str(room))) for each in (changes, message))
     with pytest.raises(RequestError, match=message):
         planned(changes.pop("variants", {"a": {}}), **changes)
     assert not (tmp_path / "out").exists()
 
 
-def test_windows_and_columns_of_a_variant_are_its_runs(planned, tmp_path, files):
+def test_windows_and_columns_of_a_variant_are_its_runs(room, planned, tmp_path):
     (variant,) = planned({"a": {"train": written(tmp_path / "file.yaml", {"sequence_length": 3.2e1})}})[1]
     assert variant.train["sequence_length"] == 32
-    planned({"a": {}, "b": {"train": {"corpus": str(files / "rows.jsonl"), "text_column": "body"}}})
+    planned({"a": {}, "b": {"train": {"corpus": str(room / "rows.jsonl"), "text_column": "body"}}})
 
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs" / "compare").glob("*.yaml"))
@@ -171,20 +162,14 @@ assert RECIPES
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_shipped_comparison_is_planned_on_its_base(recipe, tmp_path):
-    room, sized = write_room(tmp_path), tmp_path / "sized"
-    sized.mkdir()
-    (base,) = (path for path in CONFIGS.glob("*.json") if recipe.stem.startswith(path.stem))
-    shutil.copyfile(base, sized / "config.json")
-    for path in (room / "base").glob("tokenizer*"):
-        shutil.copyfile(path, sized / path.name)
-    words, arguments = (
-        [f"base={sized}", f"output_dir={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"],
-        read_mapping(recipe),
-    )
+def test_shipped_comparison_is_planned_on_its_base(recipe, room, tmp_path):
+    (config,) = (path for path in CONFIGS.glob("*.json") if recipe.stem.startswith(path.stem))
+    base, arguments = write_config(tmp_path / "base", json.loads(config.read_text())), read_mapping(recipe)
+    byte_tokenizer().save_pretrained(base)
+    words = [f"base={base}", f"output_dir={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
     for name in (f"{kind}.{name}" for kind in TEXT_KINDS for name in arguments.get(kind, {})):
-        (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
-        words.append(f"{name}={room / name}.txt")
+        (tmp_path / f"{name}.txt").write_text(f"{name} grow. " * 40)
+        words.append(f"{name}={tmp_path / name}.txt")
     if "tasks" in arguments:
         words.append(f"tasks.data={write_questions(tmp_path / 'questions')}")
     comparison, variants = plan(options_from_files(Comparison, [recipe], words))

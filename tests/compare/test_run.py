@@ -18,6 +18,7 @@ from compare.fake_results import result
 
 from midus_hf.compare import run as run_module
 from midus_hf.compare.plan import Comparison, Run, Variant
+from midus_hf.compare.report import plan_records
 from midus_hf.compare.run import (
     Point,
     Result,
@@ -169,15 +170,12 @@ def test_runs_start_one_after_another_in_the_order_of_the_plan(pretended, capsys
     assert pretended.started == expected
 
 
-@pytest.mark.parametrize(
-    ("prints", "words"),
-    [
-        ("", "it printed nothing"),
-        ("a line\nOutOfMemoryError: no memory\n", "OutOfMemoryError: no memory"),
-        ("hf_" + "x" * 34 + " was refused\n", "<hidden> was refused"),
-    ],
-    ids=["nothing", "lines", "secret"],
-)
+# What a failed run prints, and the words of it that are told.
+PRINTED = {"": "it printed nothing", "a line\nOutOfMemoryError: no memory\n": "OutOfMemoryError: no memory"}
+PRINTED["hf_" + "x" * 34 + " was refused\n"] = "<hidden> was refused"
+
+
+@pytest.mark.parametrize(("prints", "words"), PRINTED.items(), ids=["nothing", "lines", "secret"])
 def test_failed_run_is_reported_and_repeated_by_the_same_command(pretended, prints, words):
     pretended.behaviour = {"a/0.001/seed-0": {"exits": 3, "prints": prints}}
     log = pretended.folder / "out/runs/a/0.001/seed-0.log"
@@ -205,6 +203,8 @@ def test_only_added_runs_are_done(pretended):
     _, found, missing = collect(comparison(pretended.folder, seeds=[0, 1]), faster)
     expected = [("a", ONE, 0), ("a", TWO, 0), ("a", TWO, 1), ("a+one-row", TWO, 0), ("a+one-row", TWO, 1)]
     assert [(one.variant, one.rate, one.seed) for one in found] == expected and missing == 0
+    (record,) = plan_records(comparison(pretended.folder, seeds=[0, 1]), faster)
+    assert (record["runs"], record["null_controls"], record["done"]) == (5, 2, 5)
     assert all(path.read_bytes() == content for path, content in results.items())
 
 
