@@ -191,7 +191,8 @@ def test_null_controls_are_of_the_added_memory(room, tmp_path):
         moc, solar, *wider = SmallComparison(room, tmp_path / "out", options, base=str(base)).variants
         assert list(moc.controls) == ALL_CONTROLS and solar.controls == {}
         assert {"memory_tokens", "chapters"} < set(moc.controls["one-row"].options)
-        assert [one.name for one in control_variants(moc, {})] == [f"a+{name}" for name in ALL_CONTROLS[:-1]]
+        controls = [(one.name, one.upscale["options"]["layers"]) for one in control_variants(moc, {})]
+        assert controls == [(f"a+{name}", 1) for name in ALL_CONTROLS[:-1]]
         assert [[*one.controls] for one in wider] == [[*ALL_CONTROLS[:2], ALL_CONTROLS[3]]] * 2
 
 
@@ -209,8 +210,6 @@ def test_null_control_is_upscaled_and_trained(room, tmp_path, method, name):
     assert result.rate == rate and result.starts_at_base is True and result.shuffled is None
     new = count(comparing.folder(run) / "upscaled") - count(room / "base")
     assert result.new_parameters == new
-    if name == "frozen-addresses":
-        assert control.upscale == variant.upscale and 0 < result.trained_parameters < new
-    else:
-        assert 0 < result.trained_parameters <= new
-        assert (new < variant.new_parameters) == (name == "one-row")
+    is_frozen = name == "frozen-addresses"
+    assert (control.upscale == variant.upscale) == is_frozen and 0 < result.trained_parameters <= new - is_frozen
+    assert (new < variant.new_parameters) == (name == "one-row")

@@ -9,22 +9,9 @@ from pathlib import Path
 import pytest
 from compare.fake_results import BASE, DOMAIN, RETENTION, VALIDATION, comparison, result
 
+from midus_hf.compare import report
 from midus_hf.compare.plan import TaskOptions
-from midus_hf.compare.report import (
-    Findings,
-    Spread,
-    advice,
-    as_json,
-    cautions,
-    draw,
-    findings,
-    loss_decreases,
-    metric_of,
-    spread,
-    variants_table,
-    verdict,
-    write_report,
-)
+from midus_hf.compare.report import Findings, Spread, advice, cautions, spread, variants_table, verdict, write_report
 from midus_hf.compare.run import Point, chosen_rate
 
 HML = [result("hml", [0.25, 0.5], [0.0, 0.125], seed=0), result("hml", [0.25, 0.75], [0.0, 0.375], seed=1)]
@@ -40,7 +27,7 @@ TASKS = TaskOptions(names=["piqa", "mmlu"])
 
 def found(results, variants=("hml", "full"), failures=None, missing=0, base=BASE, **changes) -> Findings:
     """Return what is found in results of these variants."""
-    return findings(comparison(variants, **changes), base, results, failures or {}, missing)
+    return report.findings(comparison(variants, **changes), base, results, failures or {}, missing)
 
 
 def table_rows(one: Findings) -> dict[str, dict[str, str]]:
@@ -79,7 +66,7 @@ def test_rate_is_chosen_by_validation_losses_of_the_first_seed():
 
 def test_recovery_to_base_is_not_learning():
     one = found([*HML, *SOLAR], variants=["hml", "solar"])
-    decreases = [loss_decreases(SOLAR[0], BASE, [text]) for text in (DOMAIN, RETENTION)]
+    decreases = [report.loss_decreases(SOLAR[0], BASE, [text]) for text in (DOMAIN, RETENTION)]
     assert decreases == [[-4.0, 0.0, 0.25], [-1.0, 0.0, -0.5]]
     hml, solar = one.variants
     assert solar.learned_by_seed == {0: 0.25, 1: 0.25} and solar.forgotten_by_seed == {0: 0.5, 1: 0.5}
@@ -186,14 +173,14 @@ def test_table_and_json_have_the_numbers_that_a_hand_computes():
     # Lower by 0.25 and 0.5, whose interval is 12.706 / 2 as wide as they differ.
     control = {"variant": "+one-row", "seeds": "2", "learned": f"is not shown to beat it: +0.3750 ± {12.706 / 8:.4f}"}
     assert {key: value for key, value in rows["+one-row"].items() if value} == control
-    report = json.loads(json.dumps(as_json(found(ALL), Path("report.md")), allow_nan=False))
-    full, hml = report["variants"]
+    told = json.loads(json.dumps(report.as_json(found(ALL), Path("report.md")), allow_nan=False))
+    full, hml = told["variants"]
     assert hml["domain_loss"] == {"mean": 2.375, "deviation": pytest.approx(deviation), "count": 2}
     assert hml["learned"]["mean"] == 0.625 and hml["learned_by_seed"]["1"] == 0.75
     assert hml["forgotten"]["mean"] == 0.25 and full["rate"] == "0.001"
     assert hml["advantages"] == {"one-row": {"mean": 0.375, "deviation": pytest.approx(deviation), "count": 2}}
     assert [point["losses"][DOMAIN] for point in hml["results"][0]["curve"]] == [3.0, 2.75, 2.5]
-    assert report["base_losses"][DOMAIN] == 3.0 and (len(report["advice"]), report["report"]) == (3, "report.md")
+    assert told["base_losses"][DOMAIN] == 3.0 and (len(told["advice"]), told["report"]) == (3, "report.md")
 
 
 def test_table_has_tasks_and_only_measured_columns(tmp_path):
@@ -212,10 +199,10 @@ def test_table_has_tasks_and_only_measured_columns(tmp_path):
 
 
 def test_metric_of_a_task_is_the_preferred_one():
-    assert metric_of({"acc": 0.5, "acc_norm": 0.25}) == 0.25
-    assert metric_of({"exact_match,first-clause": 0.5, "exact_match,any": 1.0}) == 0.5
-    assert metric_of({"word_perplexity,none": 12.5, "byte_perplexity,none": 1.5}) == 12.5
-    assert metric_of({"ter": 3.0}) is None
+    assert report.metric_of({"acc": 0.5, "acc_norm": 0.25}) == 0.25
+    assert report.metric_of({"exact_match,first-clause": 0.5, "exact_match,any": 1.0}) == 0.5
+    assert report.metric_of({"word_perplexity,none": 12.5, "byte_perplexity,none": 1.5}) == 12.5
+    assert report.metric_of({"ter": 3.0}) is None
 
 
 @pytest.mark.parametrize("has_matplotlib", [True, False])
@@ -241,7 +228,7 @@ def test_picture_is_drawn_of_any_results(monkeypatch):
     pytest.importorskip("matplotlib")
     results = [result(f"variant-{number}", [0.25]) for number in range(10)] + [result("only-the-start", []), *SOLAR]
     monkeypatch.setattr("midus_hf.compare.report.as_png", lambda figure: figure)
-    figure = draw(found(results, variants=list(dict.fromkeys(one.variant for one in results))))
+    figure = report.draw(found(results, variants=list(dict.fromkeys(one.variant for one in results))))
     paths = {line.get_label(): (line.get_xydata().tolist(), line.get_linestyle()) for line in figure.axes[0].lines}
     assert paths["variant-0"] == ([[0.0, 0.0], [0.25, 0.0]], "-")
     assert paths["only-the-start"] == ([[0.0, 0.0]], "--") and paths["solar"] == ([[0.25, 0.5]], "--")

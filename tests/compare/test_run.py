@@ -19,17 +19,7 @@ from compare.fake_results import result
 from midus_hf.compare import run as run_module
 from midus_hf.compare.plan import Comparison, Run, Variant
 from midus_hf.compare.report import plan_records
-from midus_hf.compare.run import (
-    Point,
-    Result,
-    code_version,
-    collect,
-    hash_text,
-    read_result,
-    request_of,
-    run_all,
-    write_result,
-)
+from midus_hf.compare.run import Point, Result, collect, read_result, request_of, run_all, write_result
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.memories.controls import Change
@@ -92,32 +82,33 @@ def test_published_results_belong_to_their_comparison(tmp_path):
     assert request.items() <= full.request.items()
 
 
-def test_digest_of_a_folder_covers_files_and_their_names(tmp_path):
+def test_digest_of_a_folder_covers_files_and_their_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
-        (tmp_path / name / "inner").mkdir(parents=True)
-        (tmp_path / name / "2.txt").write_text("two")
-        (tmp_path / name / "inner" / "1.txt").write_text("one")
-    before = hash_text(str(tmp_path / "a"))
-    assert before == hash_text(str(tmp_path / "b"))
-    (tmp_path / "a" / "2.txt").rename(tmp_path / "a" / "3.txt")
-    (tmp_path / "b" / "2.txt").write_text("too")
-    assert len({before, hash_text(str(tmp_path / "a")), hash_text(str(tmp_path / "b"))}) == 3
+        Path(name, "inner").mkdir(parents=True)
+        Path(name, "2.txt").write_text("two")
+        Path(name, "inner", "1.txt").write_text("one")
+    before = run_module.hash_text("a")
+    assert before == run_module.hash_text("b")
+    Path("a/2.txt").rename("a/3.txt")
+    Path("b/2.txt").write_text("too")
+    assert len({before, run_module.hash_text("a"), run_module.hash_text("b")}) == 3
     # A file counts by its bytes, and what is no path by its name.
-    assert hash_text(str(tmp_path / "a" / "inner" / "1.txt")) == hash_text(str(tmp_path / "b" / "inner" / "1.txt"))
-    assert hash_text("owner/corpus") != hash_text("owner/other")
+    assert run_module.hash_text("a/inner/1.txt") == run_module.hash_text("b/inner/1.txt")
+    assert run_module.hash_text("owner/corpus") != run_module.hash_text("owner/other")
 
 
 def test_code_of_a_clone_has_its_commit(tmp_path, monkeypatch):
     (tmp_path / "midus_hf" / "compare").mkdir(parents=True)
     monkeypatch.setattr(run_module, "__file__", str(tmp_path / "midus_hf" / "compare" / "run.py"))
-    assert code_version() == __version__
+    assert run_module.code_version() == __version__
     (file := tmp_path / "midus_hf" / "__init__.py").write_text("")
     for words in ("init -q", "add .", "-c user.name=n -c user.email=e commit -q -m m"):
         subprocess.run(["git", "-C", str(tmp_path), *words.split()], check=True)
-    committed = code_version()
+    committed = run_module.code_version()
     assert len(committed) == len(f"{__version__} ()") + 40
     file.write_text("1")
-    assert code_version() == f"{committed[:-1]}-dirty)"
+    assert run_module.code_version() == f"{committed[:-1]}-dirty)"
 
 
 class PretendedRuns:
