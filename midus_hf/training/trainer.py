@@ -23,6 +23,7 @@ from midus_hf.data.stream import StreamedSequences
 from midus_hf.evaluation.text_rows import row_sums
 from midus_hf.files.checkpoint_files import INPUTS_FILE, MANIFEST_FILE, STREAM_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.outputs import convert_disk_errors
+from midus_hf.memories.hierarchical.fetching import Banks
 from midus_hf.memories.hierarchical.training import BlockTrainer
 from midus_hf.models.view import has_adapters
 from midus_hf.training.arguments import MemoryArguments
@@ -93,7 +94,7 @@ class MemoryTrainerMixin(AnyTrainer):
         prepare_sharing(self)
         model: Any = self.model
         self.blocks: BlockTrainer | None = None  # None for a model without banks
-        if getattr(model, "banks", None) is not None:
+        if isinstance(getattr(model, "banks", None), Banks):
             self.blocks = BlockTrainer(self, 0.0 if options is None else options.generic_share)
         self.sparse_values = options is not None and options.sparse_values
         if self.sparse_values:
