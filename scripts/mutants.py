@@ -38,7 +38,7 @@ OPS = "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py"
 # Tests that judge the files of a folder; the entry with the longest matching path decides.
 NEAREST = {
     "midus_hf/ops": f"{OPS} -k 'not triton'",  # Triton's interpreter runs those tests slowly
-    "midus_hf/ops/block_linear": "tests/memory/test_hierarchical.py",
+    "midus_hf/ops/block_linear.py": "tests/memory/test_hierarchical.py",
     "midus_hf/ops/moc/triton.py": f"{OPS} -k triton",
     "midus_hf/ops/moda/triton.py": f"{OPS} -k triton",
     "midus_hf/ops/gather/triton.py": f"{OPS} -k triton",

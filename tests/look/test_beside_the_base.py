@@ -22,8 +22,7 @@ TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1
 def state_of(model) -> list:
     """What a context could leave behind: hooks, and the attributes of layers that are no modules."""
     return [
-        (len(module._forward_hooks), len(module._forward_pre_hooks), repr(getattr(module, "sites", None)))
-        for module in model.modules()
+        (len(m._forward_hooks), len(m._forward_pre_hooks), repr(getattr(m, "sites", None))) for m in model.modules()
     ]
 
 

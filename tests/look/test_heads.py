@@ -30,10 +30,8 @@ def by_definition(model, answer: Answer) -> torch.Tensor:
 
         return hook
 
-    handles = [
-        layer.self_attn.o_proj.register_forward_pre_hook(gated(index))
-        for index, layer in enumerate(model.model.layers)
-    ]
+    parts = [layer.self_attn.o_proj for layer in model.model.layers]
+    handles = [part.register_forward_pre_hook(gated(index)) for index, part in enumerate(parts)]
     logits = model(answer.ids.unsqueeze(0)).logits[0]
     chosen = logits.log_softmax(-1)[torch.arange(len(answer.ids) - 1), answer.ids[1:]]
     loss = -chosen[answer.prompt_tokens - 1 :].sum()

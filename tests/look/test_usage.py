@@ -131,10 +131,7 @@ def fetching(tmp_path_factory):
 
 
 def counted(usage):
-    return {
-        position: {block: tokens for block, tokens in enumerate(counts[0].tolist()) if tokens}
-        for position, counts in usage.items()
-    }
+    return {at: {block: n for block, n in enumerate(counts[0].tolist()) if n} for at, counts in usage.items()}
 
 
 def test_block_tokens_are_counted_without_padding(fetching):

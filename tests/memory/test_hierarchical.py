@@ -159,10 +159,8 @@ def act(kind, fetched, read):
         return memory(read[..., :12], fetched=blocks)
     if kind == "hier-kv":
         return memory(None, None, None, heads, unrotated=heads.transpose(1, 2), scaling=0.5, fetched=blocks)
-    parts = [
-        memory(read[..., :inputs], read[..., :outputs], projection=role, fetched=blocks)
-        for role, (inputs, outputs) in WIDTHS[kind].items()
-    ]
+    given, sides = {"fetched": blocks}, WIDTHS[kind].items()
+    parts = [memory(read[..., :i], read[..., :o], projection=role, **given) for role, (i, o) in sides]
     return torch.cat(parts, dim=-1)
 
 

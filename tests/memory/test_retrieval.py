@@ -24,11 +24,9 @@ TENSORS = {
     "midus-pkm": {"query_projection.weight": PROJECTION, "row_keys": KEYS, "column_keys": KEYS, "value_bank": SHARED},
     "midus-linear": {"query_projection.weight": PROJECTION, "slot_keys": SLOTS, "value_bank": FEW},
 }
+STARTS = {"query_norm_weight": ONES, "query_norm_bias": ZEROS, "query_mean": ZEROS, "query_variance": ONES}
 OF_NORM = {
-    "query_norm_weight": DeclaredTensor((4, 6), "norm", ONES),
-    "query_norm_bias": DeclaredTensor((4, 6), "norm", ZEROS),
-    "query_mean": DeclaredTensor((4, 6), "buffer", ZEROS),
-    "query_variance": DeclaredTensor((4, 6), "buffer", ONES),
+    name: DeclaredTensor((4, 6), "norm" if "norm" in name else "buffer", start) for name, start in STARTS.items()
 }
 
 

@@ -60,11 +60,8 @@ def gathered(tokens=30, m=12, rows=9, width=20, dtype=torch.float32):
     """Make a bank, slots and weights; heads may read the same row."""
     slots = whole_numbers(rows, tokens, m)
     slots[:, m // 2 :] = slots[:, :1]
-    return {
-        "bank": drawn(rows, width, seed=1, dtype=dtype),
-        "slots": slots,
-        "weights": drawn(tokens, m, seed=2, dtype=dtype),
-    }
+    made = {"bank": drawn(rows, width, seed=1, dtype=dtype), "slots": slots}
+    return made | {"weights": drawn(tokens, m, seed=2, dtype=dtype)}
 
 
 def multiplied(tokens=30, m=12, rows=9, width=20, dtype=torch.float32):

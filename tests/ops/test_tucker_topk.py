@@ -28,10 +28,8 @@ def two_stages_by_loops(rows, columns, core, k, side):
         sign = left.sum().sign()  # entries of the core are positive, so all of its leading vectors' have one sign
         kept_rows = sorted(range(n), key=lambda i: -(rows[token, head, i] @ left * sign).item())[:side]
         kept_columns = sorted(range(n), key=lambda j: -(columns[token, head, j] @ right * sign).item())[:side]
-        results = [
-            ((rows[token, head, i] @ core[head] @ columns[token, head, j]).item(), i * n + j)
-            for i, j in itertools.product(kept_rows, kept_columns)
-        ]
+        pairs = itertools.product(kept_rows, kept_columns)
+        results = [((rows[token, head, i] @ core[head] @ columns[token, head, j]).item(), i * n + j) for i, j in pairs]
         best = sorted(results, reverse=True)[:k]
         found_scores.append([score for score, _ in best])
         found_slots.append([slot for _, slot in best])

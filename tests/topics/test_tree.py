@@ -116,11 +116,8 @@ def test_wrong_centroids_are_refused(branching, centroids, message):
 
 
 LEAVES = torch.arange(9)
-COUNTED = random_tree(
-    *(3, 2),
-    origin=TreeOrigin("model", "ab12", 256, "tokenizer", 2048, 7),
-    sizes=[LEAVES.unflatten(0, (3, 3)).sum(-1), LEAVES],
-)
+ORIGIN = TreeOrigin("model", "ab12", 256, "tokenizer", 2048, 7)
+COUNTED = random_tree(3, 2, origin=ORIGIN, sizes=[LEAVES.unflatten(0, (3, 3)).sum(-1), LEAVES])
 
 
 @pytest.fixture
