@@ -1,14 +1,12 @@
 """Results of runs as a comparison would have measured them."""
 
-from collections.abc import Sequence
-
 from midus_hf.compare.plan import Comparison, VariantOptions
 from midus_hf.compare.run import Point, Result
 
 DOMAIN, RETENTION, VALIDATION = "plants", "stars", "herbs"
 
 
-def comparison(variants: Sequence[str], **changes) -> Comparison:
+def comparison(variants, **changes) -> Comparison:
     """One text to learn, one to keep, one by which one of three rates is chosen; without it there is one rate."""
     rates = [1e-2, 1e-3, 1e-4] if changes.get("validation", True) else [1e-3]
     arguments = {
@@ -23,16 +21,7 @@ def comparison(variants: Sequence[str], **changes) -> Comparison:
     return Comparison(**{**arguments, **changes})
 
 
-def result(
-    variant: str,
-    learned: Sequence[float],
-    forgotten: Sequence[float] = (),
-    seed=0,
-    rate=1e-3,
-    loss=3.0,
-    kept=2.0,
-    **changes,
-) -> Result:
+def result(variant, learned, forgotten=None, seed=0, rate=1e-3, loss=3.0, kept=2.0, **changes) -> Result:
     """A run from losses of 3 and 2, or others: how far that of the domain has fallen, and the other risen, at each moment.
 
     The loss of the validation text lies 1 above that of the domain.

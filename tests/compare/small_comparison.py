@@ -17,7 +17,6 @@ from midus_hf.config.yaml_options import from_mapping
 WORDS = ("alpha", "beta", "gamma", "delta")
 HEADWISE = {"method": "midus-hml", "num_new_layers": 2, "options": {"n": 4, "k": 2}}
 STEPS = 4
-TOKENS_PER_STEP = 64
 
 
 def write_room(folder: Path) -> Path:
@@ -40,8 +39,8 @@ def training(room: Path, **changes: Any) -> dict[str, Any]:
 def keys(room: Path, output: Path, variants: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Return what a file would say of a comparison of one seed."""
     train = training(room, **changes.pop("train", {}))
-    texts = {"domain": {"plants": str(room / "plants.txt")}, "retention": {"stars": str(room / "stars.txt")}}
-    texts |= {"validation": {"herbs": str(room / "herbs.txt")}}
+    texts = {"domain": "plants", "retention": "stars", "validation": "herbs"}
+    texts = {kind: {name: str(room / f"{name}.txt")} for kind, name in texts.items()}
     if changes.get("domain", True):
         train.setdefault("eval_steps", train["max_steps"] // 2 or 1)
     arguments = {"base": str(room / "base"), "output_dir": str(output), "variants": variants, "train": train, **texts}
@@ -56,7 +55,6 @@ class SmallComparison:
         self.digests_for = input_hasher(self.comparison)
 
     def runs(self) -> list[Run]:
-        """Return the runs of each variant with the first seed, at all rates."""
         return [run for variant in self.variants for run in searches_of(variant, self.comparison)]
 
     def measure_base(self) -> Result:

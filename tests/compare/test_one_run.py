@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from compare.small_comparison import HEADWISE, STEPS, TOKENS_PER_STEP, SmallComparison, write_room
+from compare.small_comparison import HEADWISE, STEPS, SmallComparison, write_room
 from evaluation.questions import write_questions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midus_hf.compare import run as run_module
 from midus_hf.compare.plan import Run, TaskOptions, control_variants
 from midus_hf.compare.run import code_version, hash_base, read_result, request_of, stages_of
 from midus_hf.config.errors import RequestError
@@ -85,7 +84,7 @@ def test_curve_ends_are_losses_of_packed_sequences(room, kept, tmp_path, variant
             assert losses[name] == pytest.approx(packed_loss(model, room / f"{name}.txt"), rel=1e-5)
     assert result.losses["plants"] < result.start.losses["plants"]
     assert [point.step for point in result.curve] == [0, STEPS // 2, STEPS]
-    assert result.seconds > 0 and result.tokens == STEPS * TOKENS_PER_STEP and result.peak_memory_bytes > 10**7
+    assert result.seconds > 0 and result.tokens == STEPS * 64 and result.peak_memory_bytes > 10**7
     assert (base.tasks["piqa"], result.tasks["piqa"]) == (accuracy(room / "base", room), accuracy(trained, room))
     assert result == read_result(comparing.folder(run)) and result.request == request_of(run, comparing.comparison)
 
@@ -146,7 +145,7 @@ def test_run_without_numbers_or_steps_is_no_result(room, tmp_path, monkeypatch):
     comparing = SmallComparison(room, tmp_path, {"full": {}}, train={"per_device_train_batch_size": 10**4})
     with pytest.raises(RequestError, match=r"after 0 of 4 steps.*expected more text, or a smaller per_device"):
         comparing.measure(comparing.runs()[0])
-    monkeypatch.setattr(run_module, "_measure_texts", lambda *_: {"plants": math.nan})
+    monkeypatch.setattr("midus_hf.compare.run._measure_texts", lambda *_: {"plants": math.nan})
     with pytest.raises(RequestError, match=r"losses ended at .*nan.*; expected finite numbers. Lower the rate"):
         comparing.measure_base()
     assert not list(tmp_path.rglob("*/seed-0.json")) and not list(tmp_path.rglob("base.json"))
@@ -162,7 +161,7 @@ def test_digests_cover_what_a_run_reads_once(room, tmp_path, monkeypatch):
         assert hash_base(str(base)) != before
         (base / name).write_text(usual)
     read = []
-    monkeypatch.setattr(run_module, "hash_text", lambda path: read.append(path) or path)
+    monkeypatch.setattr("midus_hf.compare.run.hash_text", lambda path: read.append(path) or path)
     variants = {"a": {}, "b": {"train": {"corpus": str(room / "corpus" / "1.txt")}}}
     comparing = SmallComparison(room, tmp_path, variants, tasks=tasks_in(room))
     first, second = map(comparing.digests_for, comparing.variants)

@@ -89,12 +89,8 @@ def test_upscaled_base_learns_at_the_rates_of_new_parts(room, planned, tmp_path)
     upscale(base=str(room / "base"), output=tmp_path / "base", **HEADWISE)
     config = tmp_path / "base" / "config.json"
     config.write_text(config.read_text().replace('"type": "midus-hml"', '"type": "headwise"'))  # its earlier name
-    variants = {
-        "new": {"train": {"trainable": "new"}},
-        "recorded": {"train": {"trainable": "auto"}},
-        "adapters": {"train": {"adapters": {"r": 2}}},
-        "all": {},
-    }
+    trained = ({"trainable": "new"}, {"trainable": "auto"}, {"adapters": {"r": 2}}, {})
+    variants = {str(number): {"train": keys} for number, keys in enumerate(trained)}
     _, result = planned(variants, base=str(tmp_path / "base"), rates=[1e-3])
     plain = {"learning_rate": 1e-3}
     assert [one.rates for one in result] == [[{**plain, "value_learning_rate": 1e-2}]] * 3 + [[plain]]
@@ -138,7 +134,10 @@ REFUSED = {
     "text in two places": ({"retention": {"stars": "ROOM/base/../plants.txt"}}, "domain.plants .*shares text with retention.stars"),
     "copied text": ({"validation": {"herbs": "ROOM/copy.txt"}}, "domain.plants .*shares text with validation.herbs"),
     "text in the corpus": ({"domain": {"read": "ROOM/corpus/1.txt"}}, "domain.read .*shares text with train.corpus"),
-    "corpus in a text": ({"validation": {"read": "ROOM"}}, "domain.plants .*shares text with validation.read"),
+    "corpus in a text": (
+        {"train": {"corpus": "ROOM/corpus/1.txt"}, "retention": {"read": "ROOM/corpus"}},
+        "retention.read .*shares text with train.corpus",
+    ),
 }  # fmt: skip
 REFUSED |= {f"a: {case}": ({"variants": {"a": value}}, message) for case, (value, message) in REFUSED_VARIANT.items()}
 
@@ -151,9 +150,7 @@ def test_wrong_comparison_is_refused_before_anything_runs(room, planned, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_windows_and_columns_of_a_variant_are_its_runs(room, planned, tmp_path):
-    (variant,) = planned({"a": {"train": written(tmp_path / "file.yaml", {"sequence_length": 3.2e1})}})[1]
-    assert variant.train["sequence_length"] == 32
+def test_corpus_of_a_variant_is_read_by_its_own_column(room, planned):
     planned({"a": {}, "b": {"train": {"corpus": str(room / "rows.jsonl"), "text_column": "body"}}})
 
 

@@ -26,7 +26,6 @@ TASKS = TaskOptions(names=["piqa", "mmlu"])
 
 
 def found(results, variants=("hml", "full"), failures=None, missing=0, base=BASE, **changes) -> Findings:
-    """Return what is found in results of these variants."""
     return report.findings(comparison(variants, **changes), base, results, failures or {}, missing)
 
 

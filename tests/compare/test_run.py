@@ -65,11 +65,9 @@ def test_older_result_is_read_without_unknown_fields(tmp_path):
     assert read_result(tmp_path / "seed-1") is None and read_result(tmp_path / "absent" / "seed-0") is None
 
 
-PUBLISHED = Path(__file__).parents[2] / "experiments" / "results" / "smollm2-135m-instruct" / "runs"
-
-
 def test_published_results_belong_to_their_comparison(tmp_path):
-    results = [read_result(path.with_suffix("")) for path in sorted(PUBLISHED.rglob("*.json"))]
+    folder = Path(__file__).parents[2] / "experiments" / "results" / "smollm2-135m-instruct"
+    results = [read_result(path.with_suffix("")) for path in sorted(folder.rglob("*.json"))]
     assert len(results) == 26 and all(math.isfinite(loss) for one in results for loss in one.losses.values())
     (full,) = [one for one in results if one.variant == "full" and one.rate == {"learning_rate": 1e-4}]
     own = ("model_name_or_path", "output_dir", "seed", "eval_steps", "eval_text", "eval_on_start", "learning_rate")
@@ -146,7 +144,7 @@ def pretended(tmp_path, monkeypatch) -> PretendedRuns:
     monkeypatch.chdir(tmp_path)
     runs = PretendedRuns(tmp_path)
     monkeypatch.setattr(run_module, "subprocess", SimpleNamespace(run=runs.do))
-    monkeypatch.setattr(run_module, "hash_base", lambda base: f"digest of {base}")
+    monkeypatch.setattr(run_module, "hash_base", lambda base: Path(base).read_text() if Path(base).exists() else base)
     return runs
 
 
@@ -221,16 +219,17 @@ def test_other_runs_follow_one_that_failed_unless_the_base(pretended, failing, r
 # What changes: keys of the comparison, a result or the content of a file; and the run that is refused.
 CHANGED = {
     "steps": ({"train": {**TRAIN, "max_steps": 8}}, FIRST),
+    "another base": ({"base": "corpus"}, "base"),
+    "other texts": ({"retention": {}}, "base"),
     "a control": (f"out/runs/{CONTROL}-0.json", f"{CONTROL}-0"),
     **{f"content of {name}": (name, "base") for name in ("base", "corpus", "plants.txt", "herbs.txt")},
 }
 
 
 @pytest.mark.parametrize(("change", "run"), CHANGED.values(), ids=CHANGED)
-def test_result_of_another_request_is_refused(pretended, change, run, monkeypatch):
+def test_result_of_another_request_is_refused(pretended, change, run):
     for name in ("base", "corpus", "plants.txt", "herbs.txt"):
         (pretended.folder / name).write_text("before")
-    monkeypatch.setattr(run_module, "hash_base", lambda base: Path(base).read_text())
     pretended.run([variant("a", **MEMORY)])
     changes = change if isinstance(change, dict) else {}
     if not changes:
@@ -240,7 +239,7 @@ def test_result_of_another_request_is_refused(pretended, change, run, monkeypatc
         rf"out/runs/{re.escape(run)}.json was made with another request.*expected the same, or another output_dir"
     )
     with pytest.raises(RequestError, match=message):
-        pretended.run([variant("new"), variant("a", **MEMORY, **changes)], **changes)
+        pretended.run([variant("new"), variant("a", **MEMORY, train=changes.get("train", TRAIN))], **changes)
     assert pretended.started == []
 
 
