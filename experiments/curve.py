@@ -20,15 +20,15 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from midus_hf.compare.plan import Comparison, Run, check, plan, searches_of
+from midus_hf.compare.plan import Comparison, Run, check, list_searches, plan
 from midus_hf.compare.run import (
     Result,
+    build_request,
     code_version,
-    curve_of,
     input_hasher,
     mean_loss,
+    read_curve,
     read_result,
-    request_of,
     write_result,
 )
 from midus_hf.config.errors import RequestError
@@ -74,14 +74,14 @@ def advance(run: Run, comparison: Comparison, models: Path, steps: list[int], in
         variant=run.variant.name,
         rate=dict(run.rate),
         seed=run.seed,
-        curve=curve_of(outcome.log, list(comparison.texts)),
+        curve=read_curve(outcome.log, list(comparison.texts)),
         new_parameters=run.variant.new_parameters,
         trained_parameters=outcome.log[-1]["trained_parameters"],
         tokens=outcome.tokens,
         starts_at_base=starts_at_base,
         seconds=seconds + (earlier.seconds if earlier else 0.0),
         peak_memory_bytes=outcome.log[-1]["peak_memory_bytes"],
-        request=request_of(run, comparison),
+        request=build_request(run, comparison),
         origin={**inputs, "code": code_version()},
     )
     write_result(run.folder(comparison), result)
@@ -125,7 +125,7 @@ def draw(comparison: Comparison, results: Sequence[Result]) -> bytes:
     for axes, (title, (measured, sign)) in zip(figure.subplots(1, 2), texts.items(), strict=True):
         for result in sorted(results, key=lambda one: names.index(one.variant)):
             number = names.index(result.variant)
-            is_first = comparison.rates_of(result.variant)[0] == result.rate
+            is_first = comparison.list_rates(result.variant)[0] == result.rate
             falls = [
                 mean_loss(result.start.losses, measured) - mean_loss(one.losses, measured) for one in result.curve
             ]
@@ -175,7 +175,7 @@ def main() -> None:
         check(comparison, variants)
     except RequestError as error:
         parser.error(str(error))
-    by_variant = (searches_of(variant, comparison) for variant in variants)
+    by_variant = (list_searches(variant, comparison) for variant in variants)
     by_rate = [list(filter(None, runs)) for runs in itertools.zip_longest(*by_variant)]
     digests_for, failed = input_hasher(comparison), False
     for run, end in ((run, end) for runs in by_rate for end in asked.ends for run in runs):

@@ -4,7 +4,7 @@
     python -m experiments.stages SMOLLM2 $STAGES/addresses $STAGES/factbook $STAGES/glosses $STAGES/elements --output DIR \
         --retention ARTICLES --train 'adapters={r: 29, lora_alpha: 58}' learning_rate=1e-3 max_steps=12 sequence_length=128
 
-The folder of a stage has `corpus.jsonl`, `validation.jsonl` and `text.jsonl`; words behind `--train` are keys of `midus train`. One
+The folder of a stage has `corpus.jsonl`, `validation.jsonl` and `text.jsonl`; words after `--train` are keys of `midus train`. One
 model learns all stages, and adapters are merged after each. Other ways:
 
     --replay 0.2                 a share of a stage's tokens comes from the corpora of earlier stages, evenly
@@ -75,7 +75,7 @@ def means(losses: Mapping[str, Losses]) -> dict[str, float]:
 def write_replayed(
     output: Path, corpora: Sequence[Sequence[str]], share: float, tokens: int, tokenizer: Any, seed: int
 ) -> list[int]:
-    """Write the corpus of a stage, the last, of which a share of the tokens comes from earlier corpora; return what each gives.
+    """Write the last stage's corpus with a share of its tokens from earlier corpora; return what each gives.
 
     Documents are drawn without replacement, again from the beginning where a corpus has too few, and the last of each corpus is cut.
     """

@@ -122,7 +122,7 @@ class Comparison:
         wrong = next((name for name in (*self.variants, *self.texts) if not _NAME.fullmatch(str(name))), None)
         is_repeated = len(self.texts) < sum(len(getattr(self, kind)) for kind in TEXT_KINDS)
         are_seeds = len(set(self.seeds)) == len(self.seeds) and min(self.seeds, default=-1) >= 0
-        several = next((name for name in self.variants if len(self.rates_of(name)) > 1), None)
+        several = next((name for name in self.variants if len(self.list_rates(name)) > 1), None)
         unchosen = (
             f"validation is empty, and {several} has several rates; expected validation.NAME=PATH, or one rate each."
         )
@@ -143,7 +143,7 @@ class Comparison:
     def texts(self) -> dict[str, str]:
         return {**self.domain, **self.retention, **self.validation}
 
-    def rates_of(self, variant: str, is_fast: bool = False) -> list[Rate]:
+    def list_rates(self, variant: str, is_fast: bool = False) -> list[Rate]:
         """Return a variant's rates as keys of `midus train`; `is_fast`: its values learn ten times as fast at a number."""
         listed = self.variants[variant].rates or self.rates or [{}]
         as_keys = short_run_rates if is_fast else lambda rate: {"learning_rate": rate}
@@ -209,7 +209,7 @@ class Run:
         return {**keys, "eval_steps": every, "eval_text": comparison.texts, "eval_on_start": True}
 
 
-def searches_of(variant: Variant, comparison: Comparison) -> list[Run]:
+def list_searches(variant: Variant, comparison: Comparison) -> list[Run]:
     """Return the runs that choose the rate of a variant: one at each of its rates, with the first seed."""
     return [Run(variant, rate, comparison.seeds[0]) for rate in variant.rates]
 
@@ -248,7 +248,7 @@ def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) 
         controls = {name: change for name, change in controls.items() if not (trains_more and change.trainable)}
     has_value_rate = any(train.get(key) is not None for key in ("value_learning_rate", "key_value_learning_rate"))
     is_fast = any(map(_has_values, kinds)) and trains_new_parts(train, trainable) and not has_value_rate
-    rates = comparison.rates_of(name, is_fast)
+    rates = comparison.list_rates(name, is_fast)
     if len(names := [rate_name(rate) for rate in rates]) > len(set(names)):
         raise RequestError(f"variants.{name} has rates {', '.join(names)}; expected rates whose names differ.")
     return Variant(name, keys, train, rates, new, trained, controls if comparison.controls else {})
@@ -321,7 +321,7 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     check_sources(sources)
     from midus_hf.training.arguments import TrainArguments  # and with it torch, which the checks so far do not need
 
-    for run in (run for variant in variants for run in searches_of(variant, comparison)):
+    for run in (run for variant in variants for run in list_searches(variant, comparison)):
         with name_in_request_errors(f"variants.{run.variant.name}, as a run of midus train"):
             from_mapping(TrainArguments, run.training_keys(comparison, "model", "trained"))
     for (key, name), (other, place) in itertools.product(texts, sources):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.compare.plan import SHUFFLED, Comparison, Rate, Variant, rate_name
-from midus_hf.compare.run import Result, chosen_rate, count_runs, mean_loss, results_of, stages_of
+from midus_hf.compare.run import Result, chosen_rate, count_runs, find_stages, mean_loss, read_results
 from midus_hf.files.outputs import atomic_write, write_text
 from midus_hf.look.page import TextTable, as_png, new_figure
 
@@ -41,7 +41,7 @@ def spread(numbers: Sequence[float]) -> Spread | None:
     return Spread(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers))
 
 
-def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | None:
+def paired_spread(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | None:
     """Return the spread of `higher - lower` over the seeds that both have; None if they share no seed."""
     return spread([higher[seed] - lower[seed] for seed in sorted(set(lower) & set(higher))])
 
@@ -120,7 +120,7 @@ def findings(
         losses: dict[str, dict[int, float]] = {}
         for one in controls:
             losses.setdefault(str(one.control), {})[one.seed] = mean_loss(one.losses, domain)
-        leads = {control: paired(ends, by_seed) for control, by_seed in losses.items()}
+        leads = {control: paired_spread(ends, by_seed) for control, by_seed in losses.items()}
         shuffled = [(one.shuffled, one.saved) for one in own if one.shuffled and one.saved]
         leads[SHUFFLED] = spread([mean_loss(after, domain) - mean_loss(before, domain) for after, before in shuffled])
         advantages = {control: lead for control, lead in leads.items() if lead is not None}
@@ -132,8 +132,8 @@ def findings(
 
 def cautions(findings: Findings) -> list[str]:
     """Return sentences on what keeps numbers from being compared, and on runs that are not done."""
-    variants, rates_of = findings.variants, findings.comparison.rates_of
-    at_end = [one for one in variants if _is_at_end(one.results[0].rate, rates_of(one.name))]
+    variants, list_rates = findings.variants, findings.comparison.list_rates
+    at_end = [one for one in variants if _is_at_end(one.results[0].rate, list_rates(one.name))]
     reasons: dict[str, list[str]] = {
         "Fewer than three seeds": [f"{one.name} {len(one.results)}" for one in variants if len(one.results) < 3],
         "Best rate at an end of its list": [f"{one.name} {one.rate}" for one in at_end],
@@ -178,12 +178,12 @@ def advice(findings: Findings) -> list[str]:
 
 def _unclear(claim: str, best: VariantFindings, values: Mapping[VariantFindings, Mapping[int, float]]) -> list[str]:
     """Return a claim and the variants without proof: their 95 % interval above the best includes 0."""
-    leads = {one.name: paired(values[best], by_seed) for one, by_seed in values.items() if one is not best}
+    leads = {one.name: paired_spread(values[best], by_seed) for one, by_seed in values.items() if one is not best}
     names = [name for name, lead in leads.items() if lead is None or verdict(lead) != "beats it"]
     return [f"{claim} {', '.join(names)}"] if names else []
 
 
-def with_spread(numbers: Spread | None, form: str = "{:+.4f}", interval: bool = False) -> str:
+def format_spread(numbers: Spread | None, form: str = "{:+.4f}", interval: bool = False) -> str:
     """Return a mean as text, with ± the standard deviation over seeds, or half of the 95 % interval."""
     if numbers is None:
         return ""
@@ -198,20 +198,20 @@ def variants_table(findings: Findings) -> TextTable:
     tasks = [] if comparison.tasks is None else comparison.tasks.names
 
     def task_cells(results: Sequence[Result]) -> dict[str, str]:
-        known = {each: [metric_of(one.tasks.get(each, {})) for one in results] for each in tasks}
+        known = {each: [find_metric(one.tasks.get(each, {})) for one in results] for each in tasks}
         numbers = {task: [one for one in each if one is not None] for task, each in known.items()}
-        return {task: with_spread(spread(each), "{:.3f}") for task, each in numbers.items()}
+        return {task: format_spread(spread(each), "{:.3f}") for task, each in numbers.items()}
 
     rows = [{"variant": "base", **task_cells([findings.base])}]
     for one in findings.variants:
         row = {"variant": one.name, "rate": one.rate.replace(",", ", "), "seeds": str(len(one.results))}
         row |= {"trained": f"{one.results[0].trained_parameters:,}", **task_cells(one.results)}
-        row |= {"learned": with_spread(one.learned), "forgotten": with_spread(one.forgotten)}
+        row |= {"learned": format_spread(one.learned), "forgotten": format_spread(one.forgotten)}
         row["time"] = f"{statistics.fmean(result.seconds for result in one.results):.0f} s"
         row["GB"] = f"{max(result.peak_memory_bytes for result in one.results) / 1e9:.2f}"
         rows.append(row)
         for control, lower in one.advantages.items():
-            cell = f"{verdict(lower)}: {with_spread(lower, interval=True)}"
+            cell = f"{verdict(lower)}: {format_spread(lower, interval=True)}"
             rows.append({"variant": f"+{control}", "seeds": str(lower.count), "learned": cell})
     head = ["variant", "rate", "seeds", "trained", *["learned"] * bool(comparison.domain)]
     head += [*["forgotten"] * bool(comparison.retention), *tasks, "time", "GB"]
@@ -219,7 +219,7 @@ def variants_table(findings: Findings) -> TextTable:
     return TextTable(title, head, [[row.get(column, "") for column in head] for row in rows])
 
 
-def metric_of(metrics: Mapping[str, float]) -> float | None:
+def find_metric(metrics: Mapping[str, float]) -> float | None:
     """Return the metric of a task that reports show, the first of `_METRICS`, by its first filter; None if it has none."""
     by_metric = {name.partition(",")[0]: value for name, value in reversed(list(metrics.items()))}
     return next((by_metric[name] for name in _METRICS if name in by_metric), None)
@@ -253,7 +253,7 @@ def plan_records(comparison: Comparison, variants: Sequence[Variant]) -> list[di
     records = []
     for one in variants:
         own, controls = count_runs(one, comparison)
-        _, searches, others = (results_of(runs, comparison) for runs in stages_of(comparison, [one]))
+        _, searches, others = (read_results(runs, comparison) for runs in find_stages(comparison, [one]))
         baseline = "LoRA" if one.train.get("adapters") else "the base"
         record = {"variant": one.name, "method": baseline if one.upscale is None else one.upscale["method"]}
         record |= {"new_parameters": one.new_parameters, "trained_parameters": one.trained_parameters}

@@ -19,7 +19,7 @@ from typing import Any
 from accelerate.utils.memory import clear_device_cache
 
 from midus_hf.anatomy.record import UpscaleRecord, record_of
-from midus_hf.compare.plan import BASE, SHUFFLED, Comparison, Run, Variant, control_variants, searches_of
+from midus_hf.compare.plan import BASE, SHUFFLED, Comparison, Run, Variant, control_variants, list_searches
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
@@ -114,7 +114,7 @@ def write_result(folder: Path, result: Result) -> None:
     write_text(folder.with_name(f"{folder.name}.json"), json.dumps(dataclasses.asdict(result), indent=1))
 
 
-def request_of(run: Run, comparison: Comparison) -> dict[str, Any]:
+def build_request(run: Run, comparison: Comparison) -> dict[str, Any]:
     """Return everything that a run's result depends on, as JSON and `for_record` show it."""
     train = run.variant.train
     length = int(finite_number(train.get("sequence_length")) or TrainArguments.sequence_length)
@@ -189,7 +189,7 @@ def main(text: str) -> None:
     folder = run.folder(comparison)
     shutil.rmtree(folder, ignore_errors=True)  # an interrupted run left it
     # Read now: files that change during the run do not belong to its result.
-    request, origin = request_of(run, comparison), {**values["inputs"], "code": code_version()}
+    request, origin = build_request(run, comparison), {**values["inputs"], "code": code_version()}
     folder.mkdir(parents=True)
     if run.variant.name == BASE:
         losses = _measure_texts(comparison.base, run, comparison)
@@ -229,10 +229,10 @@ def _train(run: Run, comparison: Comparison) -> Result:
     made |= {"control": variant.control, "control_of": variant.control_of, "tokens": outcome.tokens}
     made["seconds"] = [event["train_runtime"] for event in outcome.log if "train_runtime" in event][-1]
     made["tasks"] = _measure_tasks(trained, comparison)
-    return Result(variant.name, dict(run.rate), run.seed, curve_of(outcome.log, comparison.texts), **made)
+    return Result(variant.name, dict(run.rate), run.seed, read_curve(outcome.log, comparison.texts), **made)
 
 
-def curve_of(log: Iterable[Mapping[str, Any]], texts: Iterable[str]) -> list[Point]:
+def read_curve(log: Iterable[Mapping[str, Any]], texts: Iterable[str]) -> list[Point]:
     """Return the losses of texts by name in a Trainer's log."""
     curve: dict[int, dict[str, float]] = {}
     for event in log:
@@ -283,8 +283,8 @@ def run_all(comparison: Comparison, variants: Sequence[Variant]) -> dict[str, st
     hash_inputs, failures, is_free = input_hasher(comparison), dict[str, str](), True
     while True:
         check_finished(comparison, variants, hash_inputs)
-        for runs in stages_of(comparison, variants):
-            if pending := [run for run in runs if run.name not in failures and not results_of([run], comparison)]:
+        for runs in find_stages(comparison, variants):
+            if pending := [run for run in runs if run.name not in failures and not read_results([run], comparison)]:
                 break
         if not pending or BASE in failures:
             return failures
@@ -322,22 +322,22 @@ def _start(run: Run, comparison: Comparison, hash_inputs: InputHasher, failures:
     return True
 
 
-def stages_of(comparison: Comparison, variants: Sequence[Variant]) -> tuple[list[Run], list[Run], list[Run]]:
+def find_stages(comparison: Comparison, variants: Sequence[Variant]) -> tuple[list[Run], list[Run], list[Run]]:
     """Return the base's run, the searches of rates, and the runs after finished searches: seeds, then null controls."""
     assert isinstance(comparison.train, Mapping), "files have been read"
     base = Run(Variant(BASE, None, comparison.train, []))  # texts are read as all variants read them
     searches, repeats, controls = list[Run](), list[Run](), list[Run]()
     for variant in variants:
-        own = searches_of(variant, comparison)
+        own = list_searches(variant, comparison)
         searches += own
-        if (rate := chosen_rate(results_of(own, comparison), list(comparison.validation))) is not None:
+        if (rate := chosen_rate(read_results(own, comparison), list(comparison.validation))) is not None:
             repeats += [Run(variant, rate, seed) for seed in comparison.seeds[1:]]
             controls += [Run(one, rate, seed) for one in control_variants(variant, rate) for seed in comparison.seeds]
     repeats.sort(key=lambda run: comparison.seeds.index(run.seed))
     return [base], searches, [*repeats, *controls]
 
 
-def results_of(runs: Iterable[Run], comparison: Comparison) -> list[Result]:
+def read_results(runs: Iterable[Run], comparison: Comparison) -> list[Result]:
     """Return the results of the runs that are done."""
     return [result for run in runs if (result := read_result(run.folder(comparison))) is not None]
 
@@ -350,16 +350,16 @@ def count_runs(variant: Variant, comparison: Comparison) -> tuple[int, int]:
 
 def collect(comparison: Comparison, variants: Sequence[Variant]) -> tuple[Result | None, list[Result], int]:
     """Return the base's result, if any, those of all other runs, and the number of runs to do."""
-    base, searches, others = (results_of(runs, comparison) for runs in stages_of(comparison, variants))
+    base, searches, others = (read_results(runs, comparison) for runs in find_stages(comparison, variants))
     missing = sum(sum(count_runs(variant, comparison)) for variant in variants) - len(searches) - len(others)
     return base[0] if base else None, [*searches, *others], missing
 
 
 def check_finished(comparison: Comparison, variants: Sequence[Variant], hash_inputs: InputHasher | None) -> None:
     """Refuse results of another request or, with `hash_inputs`, of other texts or another base."""
-    for run in (run for runs in stages_of(comparison, variants) for run in runs):
-        for result in results_of([run], comparison):
-            request, before = request_of(run, comparison), for_record(result.request)
+    for run in (run for runs in find_stages(comparison, variants) for run in runs):
+        for result in read_results([run], comparison):
+            request, before = build_request(run, comparison), for_record(result.request)
             digests = {} if hash_inputs is None else hash_inputs(run.variant)
             # Requests of older versions may have more keys.
             if {key: before.get(key) for key in request} != request or not digests.items() <= result.origin.items():

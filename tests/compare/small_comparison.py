@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from evaluation.byte_models import save_byte_model
 
-from midus_hf.compare.plan import Comparison, Run, plan, searches_of
-from midus_hf.compare.run import Result, input_hasher, main, read_result, stages_of
+from midus_hf.compare.plan import Comparison, Run, list_searches, plan
+from midus_hf.compare.run import Result, find_stages, input_hasher, main, read_result
 from midus_hf.config.yaml_options import from_mapping
 
 WORDS = ("alpha", "beta", "gamma", "delta")
@@ -55,10 +55,10 @@ class SmallComparison:
         self.digests_for = input_hasher(self.comparison)
 
     def runs(self) -> list[Run]:
-        return [run for variant in self.variants for run in searches_of(variant, self.comparison)]
+        return [run for variant in self.variants for run in list_searches(variant, self.comparison)]
 
     def measure_base(self) -> Result:
-        return self.measure(stages_of(self.comparison, [])[0][0])
+        return self.measure(find_stages(self.comparison, [])[0][0])
 
     def measure(self, run: Run, keep: bool = False) -> Result:
         """Do a run from its beginning, and perhaps keep its models next to its result."""

@@ -12,7 +12,7 @@ from evaluation.questions import write_questions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.compare.plan import Run, TaskOptions, control_variants
-from midus_hf.compare.run import code_version, hash_base, read_result, request_of, stages_of
+from midus_hf.compare.run import build_request, code_version, find_stages, hash_base, read_result
 from midus_hf.config.errors import RequestError
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.files.checkpoint_files import CONFIG_FILE
@@ -86,7 +86,7 @@ def test_curve_ends_are_losses_of_packed_sequences(room, kept, tmp_path, variant
     assert [point.step for point in result.curve] == [0, STEPS // 2, STEPS]
     assert result.seconds > 0 and result.tokens == STEPS * 64 and result.peak_memory_bytes > 10**7
     assert (base.tasks["piqa"], result.tasks["piqa"]) == (accuracy(room / "base", room), accuracy(trained, room))
-    assert result == read_result(comparing.folder(run)) and result.request == request_of(run, comparing.comparison)
+    assert result == read_result(comparing.folder(run)) and result.request == build_request(run, comparing.comparison)
 
 
 def test_result_names_its_run_sizes_and_origin(room, kept):
@@ -166,7 +166,7 @@ def test_digests_cover_what_a_run_reads_once(room, tmp_path, monkeypatch):
     comparing = SmallComparison(room, tmp_path, variants, tasks=tasks_in(room))
     first, second = map(comparing.digests_for, comparing.variants)
     assert first["data"] != second["data"] and first["base"] == second["base"] == before
-    assert comparing.digests_for(stages_of(comparing.comparison, [])[0][0].variant) == first
+    assert comparing.digests_for(find_stages(comparing.comparison, [])[0][0].variant) == first
     texts = (room / name for name in ("corpus", "corpus/1.txt", "plants.txt", "stars.txt", "herbs.txt", "questions"))
     assert sorted(read) == sorted(map(str, texts))
 
@@ -180,7 +180,7 @@ METHODS = {
 
 
 def test_null_controls_are_of_the_added_memory(room, tmp_path):
-    """If the base trains as well, rows that are trained alone would lack more than their addresses."""
+    """If the base trains as well, rows trained without it would lack more than their addresses."""
     upscale(base=room / "base", output=tmp_path / "base", **METHODS["midus-pkm"])
     any_type("gemma").save_pretrained(tmp_path / "other")
     options = {"a": {"upscale": METHODS["moc"]}, "solar": {"upscale": {"method": "solar"}}}

@@ -53,7 +53,7 @@ def test_recipe_is_read_without_keys_that_the_comparison_sets(room, planned, tmp
     ours = {"model_name_or_path": "other", "seed": 7, "eval_text": "text", "resume_from_checkpoint": True}
     recipe = written(path, {**rate, **ours})
     assert planned({"hml": {"upscale": HEADWISE, "train": recipe}})[1] == report
-    # A file for all variants, of which a variant's keys win.
+    # A file for all variants; keys of a variant win.
     shared = written(path, {**training(room), "model_name_or_path": "other", "output_dir": "elsewhere"})
     of_all = keys(room, room / "out", {"a": {"train": rate}, "b": {}}) | {"train": shared}
     comparison, variants = plan(from_mapping(Comparison, of_all))
@@ -82,7 +82,7 @@ def test_values_learn_ten_times_as_fast_at_a_plain_rate(planned, case):
     options, values = _VALUES_AT[case]
     comparison, (variant,) = planned({"a": options}, rates=[3e-4])
     rate = {"learning_rate": 3e-4} | ({} if values is None else {"value_learning_rate": values})
-    assert variant.rates == [rate] == comparison.rates_of("a")
+    assert variant.rates == [rate] == comparison.list_rates("a")
 
 
 def test_upscaled_base_learns_at_the_rates_of_new_parts(room, planned, tmp_path):

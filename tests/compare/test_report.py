@@ -198,10 +198,10 @@ def test_table_has_tasks_and_only_measured_columns(tmp_path):
 
 
 def test_metric_of_a_task_is_the_preferred_one():
-    assert report.metric_of({"acc": 0.5, "acc_norm": 0.25}) == 0.25
-    assert report.metric_of({"exact_match,first-clause": 0.5, "exact_match,any": 1.0}) == 0.5
-    assert report.metric_of({"word_perplexity,none": 12.5, "byte_perplexity,none": 1.5}) == 12.5
-    assert report.metric_of({"ter": 3.0}) is None
+    assert report.find_metric({"acc": 0.5, "acc_norm": 0.25}) == 0.25
+    assert report.find_metric({"exact_match,first-clause": 0.5, "exact_match,any": 1.0}) == 0.5
+    assert report.find_metric({"word_perplexity,none": 12.5, "byte_perplexity,none": 1.5}) == 12.5
+    assert report.find_metric({"ter": 3.0}) is None
 
 
 @pytest.mark.parametrize("has_matplotlib", [True, False])

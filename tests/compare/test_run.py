@@ -19,7 +19,7 @@ from compare.fake_results import result
 from midus_hf.compare import run as run_module
 from midus_hf.compare.plan import Comparison, Run, Variant
 from midus_hf.compare.report import plan_records
-from midus_hf.compare.run import Point, Result, collect, read_result, request_of, run_all, write_result
+from midus_hf.compare.run import Point, Result, build_request, collect, read_result, run_all, write_result
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.memories.controls import Change
@@ -74,7 +74,7 @@ def test_published_results_belong_to_their_comparison(tmp_path):
     train = {key: value for key, value in full.request["train"].items() if key not in own}
     kinds = {"domain": "addresses", "retention": "articles", "validation": "other_addresses"}
     texts = {kind: {name: full.request["texts"][name]} for kind, name in kinds.items()}
-    request = request_of(
+    request = build_request(
         Run(variant("full", train=train), full.rate), comparison(tmp_path, base=full.request["base"], **texts)
     )
     assert request.items() <= full.request.items()
@@ -134,7 +134,7 @@ class PretendedRuns:
         if not behaviour.get("exits"):
             one, loss = from_mapping(Comparison, values["comparison"]), behaviour.get("loss", 2.0)
             curve = [Point(step, {"plants": 2.0, "stars": 2.0, "herbs": loss if step else 3.0}) for step in (0, 4)]
-            told = {"request": request_of(run, one), "origin": values["inputs"], "control": run.variant.control}
+            told = {"request": build_request(run, one), "origin": values["inputs"], "control": run.variant.control}
             write_result(run.folder(one), Result(run.variant.name, run.rate, run.seed, curve, **told))
         return SimpleNamespace(returncode=behaviour.get("exits", 0))
 

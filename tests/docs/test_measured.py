@@ -11,7 +11,7 @@ from tiny import json_rows
 
 from experiments.curve import table_rows
 from midus_hf.compare.plan import Comparison, rate_name
-from midus_hf.compare.report import paired, spread
+from midus_hf.compare.report import paired_spread, spread
 from midus_hf.compare.run import Result, chosen_rate, read_result
 from midus_hf.config.yaml_options import options_from_files
 
@@ -70,7 +70,7 @@ def test_learning_table_is_what_the_results_say(table):
         cells = [name, f"{runs[0].trained_parameters / 1e6:.1f} M", f"{rate:g}"]
         cells += [
             with_spread(spread([*learned.values()])),
-            "" if name == "lora" else with_spread(paired(lora, learned), "+"),
+            "" if name == "lora" else with_spread(paired_spread(lora, learned), "+"),
         ]
         expected.append([*cells, with_spread(spread([-fall(one, "articles") for one in runs.values()]), "+")])
     assert table_cells(table) == sorted(expected, key=lambda row: float(row[3].partition(" ")[0]), reverse=True)
