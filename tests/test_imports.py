@@ -11,24 +11,15 @@ FILES = {
     "midus_hf/__init__.py": "import importlib\ndef __getattr__(name): return importlib.import_module(f'midus_hf.{name}')\n",
     "midus_hf/__main__.py": "from midus_hf import cli\n",
     "midus_hf/cli.py": "import importlib\ndef main(name): importlib.import_module('midus_hf.data.' + name)\n",
-    "midus_hf/data/__init__.py": "",
-    "midus_hf/data/rows.py": "def read():\n    from midus_hf.data import table\n",
-    "midus_hf/data/table.py": "",
-    "midus_hf/data/table.json": "{}",
-    "midus_hf/ops.py": "",
-    "tests/conftest.py": "from helper import made\n",
-    "tests/helper.py": "",
-    "tests/data/conftest.py": "",
-    "tests/data/test_rows.py": "from midus_hf.data.rows import read\n",
-    "tests/test_ops.py": "from midus_hf import ops\n",
+    "midus_hf/data/__init__.py": "", "midus_hf/data/rows.py": "def read():\n    from midus_hf.data import table\n",
+    "midus_hf/data/table.py": "", "midus_hf/data/table.json": "{}", "midus_hf/ops.py": "",
+    "tests/conftest.py": "from helper import made\n", "tests/helper.py": "", "tests/data/conftest.py": "",
+    "tests/data/test_rows.py": "from midus_hf.data.rows import read\n", "tests/test_ops.py": "from midus_hf import ops\n",
     "tests/test_recipes.py": "from pathlib import Path\nCONFIGS = Path(__file__).parent / 'configs' / '.'\n",
     "tests/test_import_layers.py": "from scripts.imports import ROOT\nROOMS = (ROOT / 'midus_hf').iterdir()\n",
     "tests/test_program.py": "run('from midus_hf.data import table', '-m midus_hf')\n",
-    "tests/test_docs.py": "pages = ROOT.glob('*.md')\n",
-    "configs/a.yaml": "",
-    "README.md": "",
-    "Makefile": "",
-}
+    "tests/test_docs.py": "pages = ROOT.glob('*.md')\n", "configs/a.yaml": "", "README.md": "", "Makefile": "",
+}  # fmt: skip
 EVERY = {name for name in FILES if "/test_" in name}
 
 

@@ -25,17 +25,11 @@ from midus_hf.version import __version__
 from upscalers.architecture.flops import count_flops
 
 MISSING_FILE = {
-    "upscale": ["--config", "absent"],
-    "midus train": ["absent.yaml"],
-    "midus sft": ["absent.yaml"],
-    "midus eval": ["model", "--config", "absent"],
-    "midus ask": ["absent", "Why?"],
-    "midus edit": ["list", "absent"],
-    "midus flops": ["absent.json"],
-    "midus cluster": ["report", "--tree", "absent"],
-    "midus look": ["heads", "model", "--tasks", "piqa", "--data", "absent"],
-    "midus compare": ["absent"],
-}
+    "upscale": ["--config", "absent"], "midus train": ["absent.yaml"], "midus sft": ["absent.yaml"],
+    "midus eval": ["model", "--config", "absent"], "midus ask": ["absent", "Why?"], "midus edit": ["list", "absent"],
+    "midus flops": ["absent.json"], "midus cluster": ["report", "--tree", "absent"],
+    "midus look": ["heads", "model", "--tasks", "piqa", "--data", "absent"], "midus compare": ["absent"],
+}  # fmt: skip
 # What does the work of a command, and a request for it.
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),

@@ -26,11 +26,9 @@ OPTIONS |= {options.__name__: options for options in OTHERS}
 # What an option needs beside it to be read.
 NEEDED = {
     EvaluationSettings: {"text": "a.txt", "tasks": ["piqa"]},
-    Comparison: {"base": "a", "output_dir": "b", "train": {}, "variants": {}},
-    TrainArguments: {"corpus": "a.txt"},
-    SftArguments: {"dataset_name": "a"},
-    TaskOptions: {"names": ["a"]},
-}
+    Comparison: {"base": "a", "output_dir": "b", "train": {}, "variants": {}}, TrainArguments: {"corpus": "a.txt"},
+    SftArguments: {"dataset_name": "a"}, TaskOptions: {"names": ["a"]},
+}  # fmt: skip
 WORDS, LIST, MAPPING = "no such value", [{"no": 1}], {"no such key": 1}
 # Values that each type refuses.
 WRONG = {

@@ -147,10 +147,8 @@ def test_only_memories_with_addressing_have_controls():
 
 ULTRAMEM_ROWS = {"value_table": (1, 6), "pre_value_table": (1, 2)}
 ONE_ROW = [
-    ("midus-hml", {}, {"value_bank": (1, 8)}),
-    ("midus-pkm", {}, {"value_bank": (1, 32)}),
-    ("moc", {}, {"bank": (1, 32)}),
-]
+    ("midus-hml", {}, {"value_bank": (1, 8)}), ("midus-pkm", {}, {"value_bank": (1, 32)}), ("moc", {}, {"bank": (1, 32)}),
+]  # fmt: skip
 ONE_ROW += [("ultramem-v2", {"share": share}, ULTRAMEM_ROWS) for share in ("none", "all", "ring:4")]
 
 

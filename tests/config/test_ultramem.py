@@ -34,11 +34,8 @@ def test_ring_layers_read_their_own_and_neighbours_tables(group):
 
 # n, r, keys of a side that are kept, k.
 RETRIEVALS = {
-    "default": (128, 2, 32, 32),
-    "rank-1": (64, 1, 16, 16),
-    "every-slot": (8, 2, 8, 64),
-    "kept": (40, 2, 5, 25),
-}
+    "default": (128, 2, 32, 32), "rank-1": (64, 1, 16, 16), "every-slot": (8, 2, 8, 64), "kept": (40, 2, 5, 25),
+}  # fmt: skip
 
 
 def simulated(n: int, r: int, side: int, k: int, trials: int = 300) -> tuple[float, float]:

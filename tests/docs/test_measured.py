@@ -152,14 +152,8 @@ UNDER = f"|{HEADER}\n|---|---|---|---|---|\n| "
 ELEMENTS = ("name last", "place", "element number", "protons", "behind a paragraph", "symbol", "weight")
 TALKS = ("second question", "linked number", "linked name", "two at once", "something else afterwards")
 BELIEFS = (
-    "followed",
-    "likelier",
-    "other wordings",
-    "likelier, other wordings",
-    "negation",
-    "neighbours",
-    "other facts",
-)
+    "followed", "likelier", "other wordings", "likelier, other wordings", "negation", "neighbours", "other facts",
+)  # fmt: skip
 SMALL, LARGE = (f"../qwen2.5-coder-{size}-instruct-facts/" for size in ("0.5b", "1.5b"))
 
 

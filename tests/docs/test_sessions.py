@@ -91,10 +91,8 @@ def datatrove_names() -> dict[str, Any]:
 
 SMOLLM2_HML = {"smollm2-hml": "midus-hml"}
 METHODS: dict[str, Any] = {
-    "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
-    "moda": {},
-    "hier-ffn": {"options": {"sizes": [4, 3, 2, 0]}},
-}
+    "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}}, "moda": {}, "hier-ffn": {"options": {"sizes": [4, 3, 2, 0]}},
+}  # fmt: skip
 SESSIONS = {
     # The small base has no chat template.
     "README.md": Session({

@@ -84,12 +84,10 @@ def _fetched(family, folder, dtype, acting, **options):
 FEW = {"num_hidden_layers": 2}
 EVERYTHING = {"output_projection": True, "inner_residual": True, "query_norm": "batch"}
 INSERTED = {
-    "midus-hml": {},
-    "headwise everywhere": {"new_layers": (0, 1, 3, 5, 6)},
-    "headwise with everything": {"memory_options": EVERYTHING},
-    "midus-pkm": {"memory_type": "midus-pkm"},
+    "midus-hml": {}, "headwise everywhere": {"new_layers": (0, 1, 3, 5, 6)},
+    "headwise with everything": {"memory_options": EVERYTHING}, "midus-pkm": {"memory_type": "midus-pkm"},
     "linear": {"memory_type": "midus-linear"},
-}
+}  # fmt: skip
 CHAPTERS = {"chunk": {"routing": "chunk"}, "token behind layers": {"routing": "token", "site": "behind-layer"}}
 NGRAMS = {"ngram": {}, "ngram behind layers": {"site": "behind-layer", "kernel": 0, "min_order": 1}}
 ULTRAMEMS, DEPTHS = memory_models.ULTRAMEMS, memory_models.DEPTHS

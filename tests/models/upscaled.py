@@ -14,10 +14,8 @@ from midus_hf.models import FAMILIES
 NEW_LAYERS = (1, 4)
 # Small sizes of each type of memory.
 SIZES: dict[str, dict[str, int]] = {
-    "midus-hml": {"n": 8, "k": 3},
-    "midus-pkm": {"n": 8, "k": 3},
-    "midus-linear": {"slots": 20, "k": 3},
-}
+    "midus-hml": {"n": 8, "k": 3}, "midus-pkm": {"n": 8, "k": 3}, "midus-linear": {"slots": 20, "k": 3},
+}  # fmt: skip
 
 
 def donors(new_layers: tuple[int, ...], base_layers: int) -> list[tuple[int, bool]]:

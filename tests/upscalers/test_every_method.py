@@ -73,14 +73,11 @@ of_all, of_each_method = each_of(KINDS), each_of(PLAIN)
 # One kind of each method, and those whose tensors are of other parts of a model, shared by other layers, or buffers.
 of_all_tensors = each_of(
     (
-        *PLAIN,
-        "stack, another order",
-        *(f"midus-hml, {name}" for name in ("output projection", "batch norm")),
-        *(f"moc, {name}" for name in ("own", "neighbours")),
-        *(f"ultramem-v2, {name}" for name in ("ring", "no square", "skip")),
+        *PLAIN, "stack, another order", *(f"midus-hml, {name}" for name in ("output projection", "batch norm")),
+        *(f"moc, {name}" for name in ("own", "neighbours")), *(f"ultramem-v2, {name}" for name in ("ring", "no square", "skip")),
         *(f"moda, {name}" for name in ("projected", "some")),
     )
-)
+)  # fmt: skip
 
 
 def generated(folder: Path) -> tuple[torch.dtype, torch.Tensor]:

@@ -28,8 +28,7 @@ CHOICES: dict[str, list[Any]] = {
 }  # fmt: skip
 FURTHER: dict[str, list[Any]] = {
     "layer_types": [None, ["full_attention", "sliding_attention", "full_attention"]],
-    "rope_parameters": [
-        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}, {"full_attention": {"rope_theta": 1e6}}],
+    "rope_parameters": [{"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}, {"full_attention": {"rope_theta": 1e6}}],
     "rope_scaling": [
         {"type": "linear", "factor": 2},
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}],

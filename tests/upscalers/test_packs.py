@@ -34,11 +34,9 @@ from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
 ENTRIES = [
-    {"name": "word5", "text": "word7 word8"},
-    {"name": ["word20 word21", "word22"], "text": "word9 word10 word11"},
-    {"name": "word30", "text": "word12"},
-    {"name": "word5", "text": "word13"},
-]
+    {"name": "word5", "text": "word7 word8"}, {"name": ["word20 word21", "word22"], "text": "word9 word10 word11"},
+    {"name": "word30", "text": "word12"}, {"name": "word5", "text": "word13"},
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +101,9 @@ WRONG_ROWS = [
     ([{"text": "word7"}], {}, "has the columns text; expected name and text"),
     ([ENTRIES[0], {"name": "word6", "text": " "}], {}, "row 2 of corpus .* has the text ' '; expected what is"),
     ([*ENTRIES, {"name": "word22", "text": "word1"}], {}, "row 5 of .* also find the entry of row 2 of .*; expected"),
-    (
-        [ENTRIES[0], {"name": "unknown", "text": "word1"}],
-        {},
-        "row 2 of .* 'unknown', which the model's .* do not spell",
-    ),
+    ([ENTRIES[0], {"name": "unknown", "text": "word1"}], {}, "row 2 of .* 'unknown', which the model's .* do not spell"),
     (ENTRIES, {"corpus": None}, "corpus is missing; expected a file of names and texts"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rows", "options", "message"), WRONG_ROWS)
@@ -398,12 +392,10 @@ def test_entries_are_listed_without_weights(model, tmp_path, run):
     with (folder / "glossary.jsonl").open("a") as file:
         file.write(json.dumps({"name": "Word40", "text": " ".join(["word1"] * 30), "exact": True}) + "\n")
     assert run("list", folder).out.splitlines() == [
-        "4 entries of 37 tokens",
-        "word5: word7 word8 word13 (3 tokens, 2 of them read)",
-        "word20 word21 / word22: word9 word10 word11 (3 tokens, 2 of them read)",
-        "word30: word12 (1 token)",
+        "4 entries of 37 tokens", "word5: word7 word8 word13 (3 tokens, 2 of them read)",
+        "word20 word21 / word22: word9 word10 word11 (3 tokens, 2 of them read)", "word30: word12 (1 token)",
         f"Word40 (exact): {'word1 ' * 10}... (30 tokens, 2 of them read)",
-    ]
+    ]  # fmt: skip
     listed = json.loads(run("list", folder, "--json").out)
     assert (listed["max_tokens"], len(listed["entries"])) == (2, 4)
     assert listed["entries"][2] == {"names": ["word30"], "text": "word12", "exact": False, "tokens": 1}
@@ -440,12 +432,8 @@ EDITS = [
     (["delete"], None, "expected either blocks (--node, perhaps with --subtree) or names of entries (--name)"),
     (["delete", "--name", "word9"], None, "no entry has the name 'word9'; did you mean 'word5'"),
     (["add"], [{"name": "word22", "text": "word1"}], "which finds the entry 'word20 word21'; expected a new name."),
-    (
-        ["replace"],
-        [{"name": ["word22", "word5"], "text": "word1"}],
-        "names of 2 entries, 'word20 word21', 'word5'; ex",
-    ),
-]
+    (["replace"], [{"name": ["word22", "word5"], "text": "word1"}], "names of 2 entries, 'word20 word21', 'word5'; ex"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [["delete", "--name", "word5"], ["add"], ["replace"]], ids=" ".join)

@@ -13,11 +13,9 @@ from upscalers.plan import PLACEMENTS, Base, New, Plan, follow_plan, insertion_p
 
 # Of 16 layers, which get 8.
 TABLE = {
-    "distributed": [1, 4, 7, 10, 13, 16, 19, 22],
-    "llama-pro": [2, 5, 8, 11, 14, 17, 20, 23],
-    "top-heavy": [8, 10, 12, 14, 16, 18, 20, 22],
-    "bottom-heavy": [0, 2, 4, 6, 8, 10, 12, 14],
-}
+    "distributed": [1, 4, 7, 10, 13, 16, 19, 22], "llama-pro": [2, 5, 8, 11, 14, 17, 20, 23],
+    "top-heavy": [8, 10, 12, 14, 16, 18, 20, 22], "bottom-heavy": [0, 2, 4, 6, 8, 10, 12, 14],
+}  # fmt: skip
 # By policy: whether K new layers fit among L, and the number of base layers in front of each.
 DEFINED = {
     "distributed": (lambda L, K: L % K == 0, lambda L, K: [(group + 1) * L // K - 1 for group in range(K)]),

@@ -240,8 +240,7 @@ BASES: dict[str, tuple[Mutation, str]] = {
     "too few layers": (config(num_hidden_layers=3), r"the base holds model\.layers\.3\..*, but config.json has num_hidden_layers"),
     "wrong size": (config(intermediate_size=49), r"is \[48, 32\] in the base; expected \[49, 32\] by its config"),
     "config transformers refuses": (config(rms_norm_eps="small"), r"transformers cannot build the model .*rms_norm_eps.* Repair"),
-    "scale not a number": (
-        another("gemma3", query_pre_attn_scalar=-16), "transformers cannot run .*TypeError: .*complex.*Repair"),
+    "scale not a number": (another("gemma3", query_pre_attn_scalar=-16), "transformers cannot run .*TypeError: .*complex.*Repair"),
     "no weights": (remove("model.safetensors"), "holds no weights; expected model.safetensors or an index of shards"),
     "pickled weights": (
         rename("model.safetensors", "pytorch_model.bin"),

@@ -44,13 +44,10 @@ def test_files_equal_those_of_safetensors(tmp_path_factory, tensors):
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 # The library checks the rest in the same call.
 UNSOUND = {
-    "no bytes": b"",
-    "length beyond the file": struct.pack("<Q", 2**63) + b"{}",
-    "header not JSON": b"{",
-    "header of endless lists": b"[" * 100_000,
-    "too few bytes for the shape": {"a": {**ENTRY, "data_offsets": [0, 4]}},
+    "no bytes": b"", "length beyond the file": struct.pack("<Q", 2**63) + b"{}", "header not JSON": b"{",
+    "header of endless lists": b"[" * 100_000, "too few bytes for the shape": {"a": {**ENTRY, "data_offsets": [0, 4]}},
     "cut": {"a": ENTRY, "b": {**ENTRY, "data_offsets": [8, 16]}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNSOUND)

@@ -76,11 +76,8 @@ def test_tampered_record_decides_nothing(base, tmp_path):
     names = record["base"]["files"]["model.safetensors"]
     elsewhere = ("../evil.safetensors", "/tmp/evil.safetensors", "config.json", "sub/model.safetensors")
     wrong = [
-        *({name: names} for name in elsewhere),
-        *({"model.safetensors": value} for value in (5, [["x"]])),
-        [],
-        None,
-    ]
+        *({name: names} for name in elsewhere), *({"model.safetensors": value} for value in (5, [["x"]])), [], None,
+    ]  # fmt: skip
     tampered = [{**record, "base": {**record["base"], "files": files}} for files in wrong]
     for content in (*tampered, 5, {"base": 5}, {"base": {}}):
         (model / "upscale.json").write_text(json.dumps(content))
@@ -213,12 +210,10 @@ def test_inspect_shows_what_was_stripped(command, base, tmp_path):
     strip(tmp_path / "back", tmp_path / "base-again")
     removed = {"method": "midus-hml", "removed_layers": [1, 4], "base_confirmed": True, "differing_tensors": 0}
     assert inspect_checkpoint(tmp_path / "base-again") == {
-        "model": str(tmp_path / "base-again"),
-        "model_type": "llama",
-        "num_layers": 4,
+        "model": str(tmp_path / "base-again"), "model_type": "llama", "num_layers": 4,
         "parameters": {"total": sum(tensor.numel() for tensor in read_tensors(base).values())},
         "stripped": {"model": "back", **removed},
-    }
+    }  # fmt: skip
     whole = inspect_checkpoint(tmp_path / "back")
     assert whole["stripped"]["removed_layers"] == [0, 4, 8] and len(whole["layers"]) == 6
     assert whole["base"] == "unknown: strip does not restore the record of the base"

@@ -30,11 +30,9 @@ from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Combine
 
 SOURCES = [
-    ("llama-pro", "llama-pro", [(3,), (7,), (11,), (15,)]),
-    ("llama-pro", "0,1,9,19", [(0,), (0,), (6,), (15,)]),
-    ("avg-deus", "top-heavy", [(12, 11), (13, 12), (14, 13), (15, 14)]),
-    ("avg-deus", "3,4,12", [(3, 2), (3, 2), (10, 9)]),
-]
+    ("llama-pro", "llama-pro", [(3,), (7,), (11,), (15,)]), ("llama-pro", "0,1,9,19", [(0,), (0,), (6,), (15,)]),
+    ("avg-deus", "top-heavy", [(12, 11), (13, 12), (14, 13), (15, 14)]), ("avg-deus", "3,4,12", [(3, 2), (3, 2), (10, 9)]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "placement", "sources"), SOURCES)
@@ -67,12 +65,10 @@ WITH_TYPES = {
 # What older files say instead of listing the types.
 DERIVED_FROM = {"gemma3": {"sliding_window_pattern": 3}}
 TYPES_OF_RESULTS = {
-    ("gemma3", "solar"): [S, S, F, S, S, S, F, S, S, F],
-    ("gemma3", "llama-pro"): [S, S, S, F, S, S, S, F, F, F],
-    ("gemma3", "avg-deus"): [S, S, F, F, S, S, S, S, F, F],
-    ("gemma2", "avg-deus"): [S, F, S, S, F, F, S, S, F, F],
+    ("gemma3", "solar"): [S, S, F, S, S, S, F, S, S, F], ("gemma3", "llama-pro"): [S, S, S, F, S, S, S, F, F, F],
+    ("gemma3", "avg-deus"): [S, S, F, F, S, S, S, S, F, F], ("gemma2", "avg-deus"): [S, F, S, S, F, F, S, S, F, F],
     ("qwen2", "llama-pro"): [F, F, F, F, S, S, S, S, S, S],
-}
+}  # fmt: skip
 PLACED_AT = {
     "solar": {"num_new_layers": 4}, "llama-pro": {"placement": "2,5,8,9"}, "avg-deus": {"placement": "2,4,6,8"},
 }  # fmt: skip
