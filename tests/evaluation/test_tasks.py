@@ -1,21 +1,29 @@
-"""Tasks: their prompts, their scores, whether a text has an answer, and what is said of tasks that do not exist."""
+"""Tasks: their prompts, scores and refusals, and measures by the blocks of each document."""
 
 import inspect
 import json
+import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model, save_upscaled
+from evaluation.byte_models import byte_model, byte_tokenizer, perplexity, save_byte_model, save_upscaled
 from evaluation.questions import QUESTIONS, write_questions
+from look.upscaled_folders import loaded, saved_with_bank
 from models.fresh_process import run_python
+from topics.tiny_bert import WIDTH
+from topics.trees import random_tree
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
 
-from midus_hf.evaluation.answers import has_answer, read_numbers
+from midus_hf.cli.evaluate import main
+from midus_hf.evaluation.fetching import fetches_blocks, fetching
+from midus_hf.topics.memory_retriever import MemoryRetriever
+from midus_hf.topics.tree import TreeOrigin
 
 pytest.importorskip("lm_eval")
 
@@ -24,7 +32,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import set_torch_seed
 
-from midus_hf.evaluation.harness import Tasks, load_local_task
+from midus_hf.evaluation.harness import FetchingLM, Tasks, load_local_task, question_of
 
 PROMPTS = {
     "piqa": ("Question: Open a jar\nAnswer:", ["Twist the lid.", "Shout at it."]),
@@ -99,7 +107,7 @@ def test_fact_is_asked_as_its_row_says_and_written_greedily(data, name, row, pro
     assert request.args == (prompt, {"until": until, **greedy, "max_gen_toks": 16})
 
 
-# Rows of tasks, what a model writes, and whether it is right; what an answer is, tests below have.
+# Rows of tasks, what a model writes, and whether it is right; what an answer is, test_text_rows.py has.
 WRITTEN = {
     ("atomic_numbers", 1): {
         " the number of protons,\nwhich is 74, not 75.": True, "74: W": True, " 183.84 for its weight and 74": True,
@@ -243,57 +251,151 @@ def test_plain_lm_eval_scores_a_saved_model_without_this_project(tmp_path):
         assert results[f"midus_{task}"][f"{metric},none"] == expected[task][metric]
 
 
-# Texts, and answers that they have.
-FOUND = [
-    ("青隼网关由北仓团队维护。", "北仓团队"), ("ｶﾞｲﾄﾞです", "ガイド"), ("เมืองหลวงคือกรุงเทพมหานคร", "กรุงเทพ"), ("由abc维护", "abc"),
-    ("수도는 서울입니다.", "서울"), ("Merlin은 무엇인가?", "Merlin"),  # particles
-    ("端口8443\uff0c由", "8443"), ("포트 8443을 사용한다", "8443"), ("พอร์ต๘๔๔๓ค่ะ", "8443"), ("気温は-5度", "-5"),
-    ("\uff13\uff0e\uff11\uff14です", "3.14"), ("\u0663\u066b\u0661\u0664", "3.14"),
-    ("the STORAGE team", "Storage team"), ("Wim's", "wim"), ("l\u2019Ankara", "Ankara"), ("**Paris** and _Rome_", "rome"),
-    ("Rome.The", "Rome"), ("Kyiv--the capital", "Kyiv"), ("St. Helier", "St Helier"), ("e\u0301t\u00e9", "été"),
-    ("Straße", "STRASSE"), ("Kyi\u00adv\u200b\u00a0Oblast", "Kyiv Oblast"),
-    ("1,000 people", "1000"), ("1000", "1,000"), ("12,34,567", "1234567"), ("1.234.567", "1234567"), ("1.000,5", "1000.5"),
-    ("1'000", "1000"), ("1_000", "1000"), ("1\u202f000 km", "1000"), ("3,14", "3.14"), ("0,125", "0.125"), ("1.0", "1"),
-    (".5", "0.5"), ("1e-06", "0.000001"), ("\u22125 °C", "-5"), ("-$5", "-5"), ("$5", "5"), ("5%", "5"), ("5th", "5"),
-    ("3-5", "5"), ("COVID-19", "19"), ("80,443,8443", "443"), ("1,000kg", "1000kg"), ("10.0.0.1:8443", "8443"),
-    ("at 10.0.0.1", "10.0.0.1"), ("agent 007", "007"),
-    ("C++!", "c++"), ("C++17", "C++"), ("C/C++", "C"), ("ASP.NET", ".NET"), ("C#.", "C#"), ("A-, B", "A-"),
-]  # fmt: skip
-NOT_FOUND = [
-    ("Annapolis", "Ann"), ("storages", "storage"), ("merlin_cache", "cache"), ("병원", "원"), ("กุ", "ก"), ("e\u0301", "e"),
-    ("H2O", "2"), ("18443", "8443"), ("8443.5", "8443"), ("8,443", "443"), ("1,000 people", "1"), ("1,000 people", "0"),
-    ("3.14", "3"), ("1,5", "5"), ("3.11.2", "3.11"), ("1.5GB", "5GB"), ("v1.5", "v1"), ("v1.5", "5"), ("10²", "10"),
-    ("5万人", "5"), ("1e-6", "6"), ("1.0", "10"), ("3.14", "314"), ("-5", "5"), ("\u22125", "5"), ("-$5", "5"), ("5", "-5"),
-    ("3-1", "31"), ("007", "7"), ("1" + 30 * "0" + "1", "1" + 30 * "0" + "2"),
-    ("C++", "C"), ("C#", "C"), (".NET", "NET"), ("A-", "A"), ("Na+ ions", "Na"), ("m²", "m"), ("text", ""), ("text", "\u200b"),
-]  # fmt: skip
+DOCUMENTS = ["The sky is blue, and the sea is deep.", "Lions eat.", "x", "Two and two are four; so they say. " * 3]
 
 
-@pytest.mark.parametrize(("text", "answer"), FOUND + NOT_FOUND)
-def test_text_has_an_answer(text, answer):
-    assert has_answer(text, answer) == ((text, answer) in FOUND)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A tiny `model` whose bank has blocks that act, and a `tree` of 3 by 9 for it."""
+    folder = tmp_path_factory.mktemp("fetching")
+    return saved_with_bank(save_byte_model("llama", folder / "base"), folder)
 
 
-@pytest.mark.parametrize(("text", "answer", "starts", "is_whole"), [
-    ("Saint Helier in Jersey", "Saint Helier", True, False),
-    (' "the Saint Helier".', "saint helier", True, True),
-    ("Hague", "The Hague", False, True),
-    ("in Saint Helier", "Saint Helier", False, False),
-    ("Grade A.", "A", False, False),
-    ("A.", "A", True, True),
-    ("1,000 people", "1000", True, False),
-    ("北京市", "北京", True, False),
-    ("Kyiv!", "Kyiv.", True, True),
-])  # fmt: skip
-def test_place_restricts_where_an_answer_is_found(text, answer, starts, is_whole):
-    assert has_answer(text, answer, "start") == starts and has_answer(text, answer, "whole") == is_whole
+@pytest.fixture(scope="module")
+def model(saved):
+    return loaded(saved.model)
 
 
-def test_case_counts_if_asked():
-    assert has_answer(" na", "Na", "start") and not has_answer(" na", "Na", "start", match_case=True)
-    assert has_answer("1E3 Na", "Na", match_case=True) and has_answer("1E3", "1000", match_case=True)
+def find_paths(texts):
+    leaves = torch.tensor([sum(map(ord, text)) % 9 for text in texts])
+    return torch.stack([leaves // 3, leaves], dim=1)
 
 
-def test_numbers_are_read_in_order_of_the_text():
-    text = "the 11th of 12, 1,000.5 kg, -7, not 10.0.0.1, 007, v2 or 5万, but 80,443,8443 and 3km"
-    assert [*map(float, read_numbers(text))] == [11, 12, 1000.5, -7, 80, 443, 8443, 3]
+def loss_of(model, document: str, window: int, memory_ids=None) -> tuple[float, int]:
+    """Negative log-likelihood of a document by itself, window by window, in nats; and its tokens."""
+    ids, total = torch.tensor(byte_tokenizer()(document, add_special_tokens=False).input_ids), 0.0
+    for first in range(1, len(ids), window):
+        stretch = ids[first - 1 : first + window]
+        arguments = {} if memory_ids is None else {"memory_ids": memory_ids}
+        with torch.no_grad():
+            logits = model(stretch[None, :-1], use_cache=False, **arguments).logits[0].double()
+        total -= logits.log_softmax(-1).gather(1, stretch[1:, None]).sum().item()
+    return total, max(len(ids) - 1, 0)
+
+
+@pytest.mark.parametrize("window", [8, 16])
+def test_perplexity_is_of_documents_with_their_own_blocks(model, window):
+    how = {"sequence_length": window, "apart": True}
+    result = perplexity(model, byte_tokenizer(), DOCUMENTS, find_paths=find_paths, batch_size=3, **how)
+    parts = [loss_of(model, document, window, find_paths([document])) for document in DOCUMENTS]
+    assert result.tokens == sum(count for _, count in parts)
+    assert result.perplexity == pytest.approx(math.exp(sum(loss for loss, _ in parts) / result.tokens), rel=1e-5)
+    without = perplexity(model, byte_tokenizer(), DOCUMENTS, **how)
+    parts = [loss_of(model, document, window) for document in DOCUMENTS]
+    assert without.perplexity == pytest.approx(math.exp(sum(loss for loss, _ in parts) / result.tokens), rel=1e-5)
+    assert abs(without.perplexity - result.perplexity) > 1e-3 * without.perplexity
+
+
+def test_every_call_within_the_context_fetches_the_path(model):
+    tokens = torch.arange(1, 9)[None].expand(3, -1)
+    with torch.no_grad():
+        expected = model(tokens, memory_ids=torch.tensor([[1, 4]] * 3)).logits
+        with fetching(model, (1, 4)):
+            assert torch.equal(model(tokens).logits, expected)
+            assert torch.equal(model(input_ids=tokens).logits, expected)
+        assert not torch.equal(model(tokens).logits, expected)
+    assert fetches_blocks(model) and not fetches_blocks(byte_model("llama"))
+
+
+def test_paths_are_of_questions_without_worked_examples(model, tmp_path):
+    tasks, requests = Tasks(["openbookqa", "piqa"], data=write_questions(tmp_path / "questions")), []
+
+    def spy(texts):
+        requests.extend(texts)
+        return find_paths(texts)
+
+    result = tasks.run(model, byte_tokenizer(), find_paths=spy, num_fewshot=1)
+    assert result["openbookqa"]["num_fewshot"] == 1
+    assert requests and all("Answer: " not in text and len(text) < 60 for text in requests)
+    assert "Predators eat" in requests
+
+
+def test_likelihoods_are_those_of_the_blocks_of_the_context(model):
+    language_model = FetchingLM(model, find_paths, tokenizer=byte_tokenizer(), batch_size=2)
+    asked = [("sky is", " blue"), ("lions", " eat"), ("sky is", " up"), ("j", "a")]
+    requests = [SimpleNamespace(args=words, task_name="task", doc={}) for words in asked]
+    actual = language_model.loglikelihood(requests, disable_tqdm=True)
+    for request, (value, _) in zip(requests, actual, strict=True):
+        context, continuation = (byte_tokenizer()(text, add_special_tokens=False).input_ids for text in request.args)
+        tokens = torch.tensor([context + continuation])
+        with torch.no_grad():
+            logits = model(tokens[:, :-1], memory_ids=find_paths([request.args[0]])).logits[0].double()
+        targets = tokens[0, len(context) :, None]
+        expected = logits.log_softmax(-1)[len(context) - 1 :].gather(1, targets).sum().item()
+        assert value == pytest.approx(expected, rel=1e-4)
+
+
+def test_question_is_what_contexts_have_in_common():
+    contexts = [f"The trophy does not fit since the {name}" for name in ("trophy", "case")]
+    told = {"doc_to_text": 1, "doc_to_choice": contexts, "doc_to_target": "is too large."}
+    task = SimpleNamespace(**{name: lambda _, words=words: words for name, words in told.items()})
+    assert question_of(task, {}) == "The trophy does not fit since the is too large."
+
+
+def write_rows(path, *rows) -> list[str]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--text", str(path), "--sequence-length", "16", "--json"]
+
+
+def test_command_measures_by_a_tree(saved, model, tmp_path, capsys):
+    texts = [f"w{i} w{i + 1} w{2 * i} " * 4 for i in range(6)]
+    words = [str(saved.model), *write_rows(tmp_path / "texts.jsonl", *({"text": text} for text in texts))]
+    main([*words, "--retriever", str(saved.tree)])
+    told = capsys.readouterr()
+    measured = json.loads(told.out)["models"][0]["perplexity"]["perplexity"]
+    assert "no block" not in told.err
+    main(words)
+    line = f"{saved.model}: no block of its bank was read, since the topics of the texts are not known"
+    assert line in capsys.readouterr().err
+    paths, arguments = MemoryRetriever.load(saved.tree).paths, {"sequence_length": 16, "apart": True}
+    expected = perplexity(model, byte_tokenizer(), texts, find_paths=paths, **arguments).perplexity
+    assert measured == pytest.approx(expected, rel=1e-6)
+    assert perplexity(model, byte_tokenizer(), texts, **arguments).perplexity != pytest.approx(expected, rel=1e-3)
+
+
+def test_command_measures_by_the_paths_of_rows(saved, model, tmp_path, capsys):
+    paths = find_paths(DOCUMENTS).tolist()
+    rows = [{"text": text, "memory_ids": path} for text, path in zip(DOCUMENTS, paths, strict=True)]
+    rows.insert(2, {"text": " ", "memory_ids": None})  # no document, so nobody asks for its path
+    plain, words = save_byte_model("llama", tmp_path / "plain"), write_rows(tmp_path / "texts.jsonl", *rows)
+    main([str(saved.model), str(plain), *words, "--path-column", "memory_ids"])
+    fetched, alike = (report["perplexity"]["perplexity"] for report in json.loads(capsys.readouterr().out)["models"])
+    arguments = {"sequence_length": 16, "apart": True}
+    expected = perplexity(model, byte_tokenizer(), DOCUMENTS, find_paths=find_paths, **arguments)
+    assert fetched == pytest.approx(expected.perplexity, rel=1e-6)
+    without = perplexity(model, byte_tokenizer(), DOCUMENTS, **arguments)
+    assert abs(without.perplexity - fetched) > 1e-3 * fetched
+    expected = perplexity(loaded(plain), byte_tokenizer(), DOCUMENTS, **arguments)
+    assert alike == pytest.approx(expected.perplexity, rel=1e-6)
+
+
+@pytest.mark.parametrize(("branching", "levels"), [(2, 2), (3, 3)], ids=["fewer-children", "more-levels"])
+def test_tree_of_another_shape_is_refused(branching, levels, saved, tmp_path, capsys):
+    """By fewer children every node has a block, of other topics."""
+    origin = TreeOrigin(embedding_model=str(saved.bert))
+    random_tree(branching, levels, width=WIDTH, origin=origin).save(tmp_path / "tree")
+    words = write_rows(tmp_path / "texts.jsonl", {"text": "w1 w2 w3"})
+    assert main([str(saved.model), *words, "--retriever", str(tmp_path / "tree")]) == 2
+    said = capsys.readouterr().err
+    assert f"has {levels} levels of {branching}, and memory 'hier-ffn' fetches blocks by a tree of 2 levels of" in said
+    assert "expected one tree. Give the one that the bank was trained with, or build one." in said
+
+
+def test_paths_in_another_tree_are_refused_before_measuring(saved, tmp_path, capsys, monkeypatch):
+    measured: list[object] = []
+    monkeypatch.setattr("midus_hf.evaluation.text_rows.row_losses", lambda *_, **__: measured.append(1))
+    rows = [*({"text": "a word " * 50, "memory_ids": [0, 0]} for _ in range(20)), {"text": "b", "memory_ids": [2, 9]}]
+    words = write_rows(tmp_path / "texts.jsonl", *rows)
+    assert main([str(saved.model), *words, "--path-column", "memory_ids"]) == 2
+    message = "column 'memory_ids' of the text has 9 for level 2 in row 20; expected 0 to 8, or a row of -1"
+    assert message in capsys.readouterr().err and not measured

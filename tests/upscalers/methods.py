@@ -1,4 +1,4 @@
-"""The table of methods: every kind of model that they make, small, for the tests that all methods share."""
+"""The table of methods: every kind of model that they make, small, for tests that all methods share, and requests to dense ones."""
 
 import json
 from dataclasses import dataclass
@@ -7,15 +7,31 @@ from typing import Any
 
 import torch
 from models.memory_models import IDS, fill
+from tiny import NATIVE_FAMILIES
 
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.options import block_layouts
 from tests.upscalers.checkpoints import SMALL
 from tests.upscalers.contents import config_of, load
-from tests.upscalers.dense.requests import PROMISING, REQUESTS
+from upscalers.architecture.layer_tensors import family_of
+from upscalers.architecture.layout import layout_of
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
+from upscalers.methods.contract import get_method
+from upscalers.plan import Plan
 from upscalers.record.provenance import UpscaleReport
+from upscalers.request import parse_options
+from upscalers.runs.upscale import upscale
 
+# Keyword arguments of `upscale` by method. All keep every layer of a base of four as it was.
+REQUESTS: dict[str, dict[str, Any]] = {
+    "solar": {}, "llama-pro": {}, "avg-deus": {}, "lesa": {"options": {"epochs": 1}}, "opt-deus": {},
+    "stack": {"options": {"layers": ["0-1", "0-3", 2]}},
+}  # fmt: skip
+# Methods with the option `identity`, and its default.
+PROMISING = {"llama-pro": "auto", "opt-deus": "auto", "lesa": "none", "avg-deus": "none"}
+# Families with norms after attention and feed-forward network.
+OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")
 SMALL_CHAPTERS = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
 SMALL_TABLES = {"n": 8, "k": 4}
 SMALL_TREE = {"sizes": [3, 0, 2], "branching": 3}
@@ -127,3 +143,29 @@ def trained(folder: Path, output: Path) -> Path:
     for name, layout in (block_layouts(model.config.memories()) if memory_ids(model) else {}).items():
         fill(MemoryBank(output / BANKS_FOLDER / name, layout), but=((1, 0), (3, 2)))
     return output
+
+
+def upscaled(base: Path, output: Path, method: str, verify: bool = False, **changes: Any) -> UpscaleReport:
+    """Send the method's plain request, with changes."""
+    return upscale(base=base, method=method, output=output, **{**REQUESTS[method], "verify": verify, **changes})
+
+
+def known(config: dict[str, Any]) -> BaseCheckpoint:
+    family = family_of(config)
+    return BaseCheckpoint(Path(), config, family, layout_of(config), {})
+
+
+def planned(config: dict[str, Any], method: str, num_new_layers=None, placement=None, **options: Any) -> Plan:
+    chosen = get_method(method)
+    return chosen(parse_options(chosen.options_class, options, method)).plan(known(config), num_new_layers, placement)
+
+
+def upscaled_config(config: dict[str, Any], method: str, options=None, **place: Any) -> dict[str, Any]:
+    """The raw config of the upscaled model, from that of the base."""
+    chosen = get_method(method)
+    made = chosen(parse_options(chosen.options_class, options or {}, method))
+    return made.config(known(config), planned(config, method, **place, **(options or {})))
+
+
+def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+    return NATIVE_FAMILIES[family].config(**changes).to_dict()

@@ -20,8 +20,7 @@ from scripts.families import methods_on_the_page
 from tests.upscalers.checkpoints import SMALL, write_tensors
 from tests.upscalers.contents import config_of, load, long_prompt, read_tensors, same_bits, same_tensors
 from tests.upscalers.contents import layer as layer_of
-from tests.upscalers.dense.requests import upscaled_config
-from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, Made, memory_ids
+from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, Made, memory_ids, upscaled_config
 from upscalers.architecture.built_layout import gain_offset, layer_settings
 from upscalers.architecture.layout import find_changed_setting
 from upscalers.checkpoint.base_checkpoint import open_base

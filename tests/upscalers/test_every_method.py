@@ -25,8 +25,7 @@ from tests.upscalers.contents import (
     record_of,
     same_tensors,
 )
-from tests.upscalers.dense.requests import REQUESTS
-from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, Made, arguments_of, memory_ids, trained
+from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, REQUESTS, Made, arguments_of, memory_ids, trained
 from upscalers.methods import memory_methods
 from upscalers.request import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint

@@ -14,7 +14,7 @@ from material.smollm2 import smollm2_135m
 from tests.docs.snippets import Block, take
 from tests.upscalers.checkpoints import save_base, unverified, write_tensors
 from tests.upscalers.contents import load, read_tensors
-from tests.upscalers.dense.requests import PROMISING
+from tests.upscalers.methods import PROMISING
 from upscalers.runs.upscale import upscale
 
 # Where `make test-gguf` unpacks the source archive of llama-cpp-python.

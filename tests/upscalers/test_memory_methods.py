@@ -23,9 +23,8 @@ from tests.upscalers.contents import (
     same_bits,
     same_tensors,
 )
-from tests.upscalers.dense.requests import tiny_config, upscaled_config
 from tests.upscalers.hub_server import Repository, files_of
-from tests.upscalers.methods import KINDS, SMALL_CHAPTERS, SMALL_TREE, trained
+from tests.upscalers.methods import KINDS, SMALL_CHAPTERS, SMALL_TREE, tiny_config, trained, upscaled_config
 from upscalers.runs.upscale import upscale
 
 LAYERS = {None: [2, 6, 10, 14], 4: [2, 6, 10, 14], 0.01: [8], 2: [4, 12], (0, 5, 15): [0, 5, 15], "all": [*range(16)]}

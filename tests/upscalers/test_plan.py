@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.upscalers.dense.requests import known, planned, tiny_config
+from tests.upscalers.methods import known, planned, tiny_config
 from upscalers.methods.contract import METHODS, get_method
 from upscalers.plan import PLACEMENTS, Base, New, Plan, follow_plan, insertion_plan, place
 

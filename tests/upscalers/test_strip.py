@@ -18,7 +18,7 @@ from tests.upscalers.contents import (
     same_tensors,
     tensor_files,
 )
-from tests.upscalers.dense.requests import REQUESTS
+from tests.upscalers.methods import REQUESTS
 from upscalers.checkpoint import safetensors_format as digests
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.runs.inspection import inspect_checkpoint

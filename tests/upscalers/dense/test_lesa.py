@@ -14,8 +14,8 @@ from torch import nn
 
 from tests.upscalers.checkpoints import Recorder, save_base, write_tensors
 from tests.upscalers.contents import layer, read_tensors, record_of
-from tests.upscalers.dense import requests
-from tests.upscalers.dense.requests import known
+from tests.upscalers.methods import known
+from tests.upscalers.methods import upscaled as requested
 from upscalers.architecture.layer_tensors import Projection
 from upscalers.methods.contract import get_method
 from upscalers.methods.lesa import LesaOptions, MatrixPrediction
@@ -110,7 +110,7 @@ COLUMNS = ["norm_ratio", "cosine_to_mean", "directions_left_out", "seconds"]
 
 def upscaled(base, output, **options):
     recorder, options = Recorder(), {"epochs": 1} | options
-    return requests.upscaled(base, output, "lesa", num_new_layers=2, options=options, progress=recorder), recorder
+    return requested(base, output, "lesa", num_new_layers=2, options=options, progress=recorder), recorder
 
 
 INITS = {"layer0": "olmo2", "previous": "qwen2", "next": "gemma3", "mean": "mistral"}

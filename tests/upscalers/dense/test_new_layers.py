@@ -11,7 +11,7 @@ from midus_hf.cli.upscale import RunRequest
 from midus_hf.config.yaml_options import read_mapping
 from tests.upscalers.checkpoints import SMALL, Recorder, save_base, write_tensors
 from tests.upscalers.contents import layer, load, logits, read_tensors, same_bits
-from tests.upscalers.dense.requests import (
+from tests.upscalers.methods import (
     OUTPUT_NORMS,
     PROMISING,
     REQUESTS,

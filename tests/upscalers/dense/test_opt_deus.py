@@ -12,7 +12,7 @@ from pairs import in_turn
 
 from tests.upscalers.checkpoints import Recorder, save_base, write_tensors
 from tests.upscalers.contents import config_of, layer, read_tensors, record_of
-from tests.upscalers.dense.requests import upscaled
+from tests.upscalers.methods import upscaled
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.tensors.transport import assignment, sinkhorn
 
