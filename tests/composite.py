@@ -60,7 +60,7 @@ def _vision_type(config_class: Any) -> dict[str, Any]:
 
 @cache
 def picture_with_text(model_type: str) -> dict[str, torch.Tensor]:
-    """Return the inputs for a random picture, with text in front and behind."""
+    """Return the inputs for a random picture, with text before and after it."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.tensor([[3, _BEGIN, *[_PICTURE] * 4, _END, 5, 6, 7, 8, 9]])
     kinds = (ids == _PICTURE).long()

@@ -151,7 +151,7 @@ def one_environment():
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_modules():
-    """No collection of garbage, of which every training run makes some, looks at what lives as long as the tests do."""
+    """No collection of garbage, which every training run makes, looks at what lives as long as the tests do."""
     gc.collect()
     gc.freeze()
 

@@ -68,7 +68,7 @@ def keep_each_value(items: Iterable[Any]) -> list[Any]:
 
 
 def by_default(kept: Iterable[Any], values: Iterable[Any], *, fewest: Iterable[Any] | None = None) -> list[Any]:
-    """Values of which the kept ones run by default, `fewest` where other versions have run them, and all with the product."""
+    """Values; the kept ones run by default, `fewest` where other versions have run them, and all with the product."""
     kept, values = list(kept), list(values)
     fewest = kept if fewest is None else list(fewest)
     assert all(value in values for value in (*kept, *fewest))

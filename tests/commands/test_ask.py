@@ -97,7 +97,7 @@ def test_wrong_questions_are_refused_before_loading(model, ask, tmp_path):
 
 @pytest.fixture(scope="module")
 def banked(tmp_path_factory):
-    """Return a model with a bank, of which some blocks were written, and some of these deleted."""
+    """Return a model with a bank; some blocks were written, and some of these deleted."""
     folder = tmp_path_factory.mktemp("banked")
     upscaled = save_upscaled("llama", folder, "hier-ffn", tokenizer=letter_tokenizer())
     bank = AutoModelForCausalLM.from_pretrained(upscaled).banks.bank("hier-ffn")
@@ -109,7 +109,7 @@ def banked(tmp_path_factory):
 
 
 def test_unreadable_question_is_refused_in_one_line(ask, tmp_path):
-    """By a tokenizer with more ids than the model embeds, a template that takes no question alone, or for want of tokens."""
+    """By a tokenizer with more ids than the model embeds, a template that takes no single question, or for want of tokens."""
     model, tokenizer = save_upscaled("llama", tmp_path, tokenizer=letter_tokenizer()), letter_tokenizer()
     tokenizer.add_tokens([f"<extra{number}>" for number in range(140)])
     tokenizer.chat_template = "{{ raise_exception('system first') }}"

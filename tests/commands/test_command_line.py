@@ -172,7 +172,7 @@ FULL = "work: done, but not all output could be written: No space left on device
 ])  # fmt: skip
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
 def test_output_that_cannot_be_written_costs_no_work(stdout, stderr, status, said, options, tmp_path):
-    """What is printed is read by nobody, as by `| head`, or goes to a full disk, or to a stream that the shell closed."""
+    """No program reads it, as after `| head`, or it goes to a full disk, or to a stream that the shell closed."""
     streams, closes = {}, ""
     for name, kind, number in (("stdout", stdout, 1), ("stderr", stderr, 2)):
         if kind == "closed pipe":

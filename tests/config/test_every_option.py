@@ -23,7 +23,7 @@ OPTIONS = {f"memory {name}": options for name, options in MEMORY_TYPES.items()}
 OPTIONS |= {f"method {name}": method.options_class for name, method in METHODS.items()}
 OTHERS = (RunRequest, EvaluationSettings, Comparison, TaskOptions, VariantOptions, TrainArguments, SftArguments, Rates)
 OPTIONS |= {options.__name__: options for options in OTHERS}
-# What an option needs beside it to be read.
+# What an option needs in addition to be read.
 NEEDED = {
     EvaluationSettings: {"text": "a.txt", "tasks": ["piqa"]},
     Comparison: {"base": "a", "output_dir": "b", "train": {}, "variants": {}}, TrainArguments: {"corpus": "a.txt"},

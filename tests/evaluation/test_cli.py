@@ -166,12 +166,6 @@ def refusal(capsys, *arguments) -> tuple[int, str]:
     return status, next(line for line in printed.err.splitlines() if line.startswith("midus eval: "))
 
 
-def test_wrong_request_gets_one_line_and_status_2(room, capsys):
-    for model, message in (([], "Missing argument 'MODEL...'"), ([room], "a folder without config.json; expected")):
-        status, line = refusal(capsys, *model, "--text", room / "text.txt")
-        assert status == 2 and message in line
-
-
 @pytest.mark.parametrize("measure", ["text", "tasks"])
 def test_ids_beyond_the_embedding_are_refused(room, words, tmp_path, capsys, measure):
     save_byte_model("qwen2", tmp_path, max_position_embeddings=256, vocab_size=40)

@@ -184,7 +184,7 @@ def test_answers_and_choices_that_look_like_dates_are_text(tmp_path):
 
 
 def test_task_of_the_harness_is_found_by_name(monkeypatch):
-    """Of one of its tasks alone: it takes seconds to look through the files of all."""
+    """Of only one of its tasks: it takes seconds to look through the files of all."""
     folder = Path(evaluator.__file__).with_name("tasks") / "hellaswag"
     own = TaskManager(include_defaults=False, include_path=str(folder))
     monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: own)

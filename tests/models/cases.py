@@ -39,11 +39,11 @@ class Case:
         return self.make(family, folder, dtype or self.dtype, acting, **(self.small if small else {}))
 
     def given(self, rows: int = 2) -> dict[str, torch.Tensor]:
-        """Return what a pass and `generate` take beside that many rows of tokens."""
+        """Return what a pass and `generate` take in addition to that many rows of tokens."""
         return {"memory_ids": memory_models.IDS[:rows]} if self.fetches else {}
 
     def of_training(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what a pass that trains takes beside tokens: labels of all of them, and what a pass takes."""
+        """Return what a pass that trains takes in addition to tokens: labels of all of them, and what a pass takes."""
         return {"labels": tokens.clone(), **self.given(len(tokens))}
 
 
@@ -111,7 +111,7 @@ CASES["packs"] = Case(partial(_packs, layers=[0, 1, 3]), {**FEW, "layers": None}
 for _name, _kinds in FETCHING.items():
     _count = 1 if _name in memory_models.FETCHING else len(_kinds)
     CASES[_name] = Case(partial(_fetched, kind=_kinds), {"base": FEW, "layers": [1]}, fetches=_count)
-# Rows whose lines of ours other rows run too. They run with the product, and but for headwise, which another row has in every
+# Rows whose lines of ours other rows run too. They run with the product, and except for headwise, which another row has in every
 # layer, in test_depth.py, test_outputs.py and test_hierarchical.py, which have a test for each kind.
 _REPEATED = {"midus-hml", "ultramem own", "ultramem ring", *memory_models.FETCHING} - {"hier-kv"}
 _REPEATED |= {f"depth {kind}" for kind in ("default", "bias", "some", "attention", "added to reused")}

@@ -8,7 +8,7 @@ from models.cases import CASES
 
 @pytest.fixture(scope="session")
 def shared_model(tmp_path_factory):
-    """Make the model of a case by its name, in eval mode; nobody may change it."""
+    """Make the model of a case by its name, in eval mode; no test may change it."""
 
     @cache
     def make(case, family="llama", dtype=None, *, acting=True, attention=None):
@@ -22,5 +22,5 @@ def shared_model(tmp_path_factory):
 
 @pytest.fixture
 def read(native_family, shared_model):
-    """Return a case by its name, its model that acts, and what a pass takes beside two rows of tokens."""
+    """Return a case by its name, its model that acts, and what a pass takes in addition to two rows of tokens."""
     return lambda case, *how: (CASES[case], shared_model(case, native_family, *how), CASES[case].given())

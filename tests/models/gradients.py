@@ -8,7 +8,7 @@ from tiny import prompt
 
 
 def enable_checkpointing(model: Any, use_reentrant: bool) -> None:
-    # transformers 5.23 renamed the method; 5.17 has the old name alone.
+    # transformers 5.23 renamed the method; 5.17 has only the old name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": use_reentrant})
 
@@ -37,7 +37,7 @@ def gradients_of(model: Any) -> dict[Any, torch.Tensor]:
 
 
 def loss_and_gradients(model: Any, tokens: torch.Tensor, forward: Any = None, **arguments: Any) -> tuple[Any, dict]:
-    """Return the loss of one pass and its gradients alone; `forward` computes what the model does, and labels are the tokens."""
+    """Return the loss of one pass and only its gradients; `forward` computes what the model does, and labels are the tokens."""
     model.zero_grad()
     arguments = {"input_ids": tokens, "use_cache": False, "labels": tokens, **arguments}
     loss = (model if forward is None else forward)(**arguments).loss

@@ -11,7 +11,7 @@ from midus_hf.models import FAMILIES
 
 
 def host_config(config: Any, memory: list[dict[str, Any]] | None, **changes: Any) -> Any:
-    """Return the config of the family's host that has these entries, and the fields of a base's config but for `changes`."""
+    """Return the config of the family's host that has these entries, and the fields of a base's config except for `changes`."""
     fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
     return FAMILIES[config.model_type].config_class(**{**fields, **changes}, memory=memory)
 
@@ -34,7 +34,7 @@ def in_steps(model: Any, tokens: torch.Tensor, steps: list[int], cache: Any, **a
 
 
 def by_full_passes(model: Any, tokens: torch.Tensor, new_tokens: int, **arguments: Any) -> torch.Tensor:
-    """Return greedy tokens behind these, each by a pass over all tokens before it."""
+    """Return greedy tokens after these, each by a pass over all tokens before it."""
     for _ in range(new_tokens):
         last = logits(model, tokens, **arguments)[:, -1]
         tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], dim=1)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from midus_hf.memories.packs.glossary import Entry, Glossary
 
-# Byte-level: printable characters, a space, a line break, the bytes of é and ü, and letters behind a space.
+# Byte-level: printable characters, a space, a line break, the bytes of é and ü, and letters after a space.
 _BYTES = [*map(chr, range(33, 127)), *"ĠĊÃ©¼"]
 _WORDS = [f"Ġ{letter}" for letter in string.ascii_lowercase]
 # Of random tokens, about every sixth is a name of one of five entries; letters and digits are none within words.

@@ -98,7 +98,7 @@ def test_padding_mask_of_a_step_has_one_stride(shared_model):
     assert {(mask.shape, mask.stride()) for mask in masks} == {((1, 1), (1, 1))}
 
 
-# Memories alone, which AOTAutograd traces too, are in test_training.py.
+# Single memories, which AOTAutograd traces too, are in test_training.py.
 TRAINED = [("llama", "chunk", "eager"), ("llama", "all fetched", "eager"), ("llama", "depth default", "aot_eager")]
 # With the oldest versions, which generate with fewer graphs.
 ALSO_TRAINED = [*TRAINED, ("llama", "ultramem skip", "eager")]

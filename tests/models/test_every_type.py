@@ -60,7 +60,7 @@ EXCEPTIONS = [
         "the model returns no cache"),
     # The residual stream is in float32, and memories in bfloat16.
     (("zaya",), ["behind-layer"], "the proof ended with RuntimeError"),
-    # Norms stand behind the rotation, or attention has another output per head, or another function rotates.
+    # Norms stand after the rotation, or attention has another output per head, or another function rotates.
     (("hunyuan_v1_dense", "hunyuan_v1_moe"), ["hier-kv", "moda"], OTHER_LOGITS),
     (("stablelm", "diffllama", "llama4_text", "phi"), ["hier-kv", "moda"], "the proof ended with"),
     # Masks that depend on values, and sinks, which take a share of the softmax.
@@ -75,7 +75,7 @@ UNPROVEN = {pair: message for types, wirings, message in EXCEPTIONS for pair in 
 SAMPLE = [(types[0], wirings[0]) for types, wirings, _ in EXCEPTIONS]
 SAMPLE += [("qwen3_5_text", "hier-kv"), ("deepseek_v3", "hier-lora-ffn"), ("gpt2", "skip")]
 SAMPLE = [pair for pair in SAMPLE if pair[0] in TYPES]
-# Types of which some versions of transformers, before 5.23, cannot build a model that is small.
+# Types whose small models some versions of transformers, before 5.23, cannot build.
 LARGE_BEFORE = ("cohere_compass_text",)
 # Sites of the wirings that are named after a type of memory.
 INSIDE = dict.fromkeys(("hier-lora-qk", "hier-lora-vo", "hier-kv", "moda"), "inside-attention")
@@ -250,7 +250,7 @@ def test_memory_type_without_proof_needs_all_of_its_site():
     assert model_type_of("llama").refusal("inside-attention", "toy") is None
 
 
-# Each wiring on a type with and on one without norms behind its parts, and the others in turn.
+# Each wiring on a type with and on one without norms after its parts, and the others in turn.
 PROVEN_HERE = {*itertools.product(WIRINGS, ("llama", "gemma3_text")), *in_turn(WIRINGS, MAIN_TYPES)}
 PROVEN = by_default(PROVEN_HERE, itertools.product(WIRINGS, MAIN_TYPES), fewest=in_turn(WIRINGS, MAIN_TYPES))
 

@@ -13,7 +13,7 @@ from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.models import FAMILIES
 from scripts.anatomy.statement import state
 
-# What no proof of a type wires (test_every_type.py): tables that layers share, and layers to which a memory adds across others.
+# What no proof of a type wires (test_every_type.py): tables that layers share, and memories that add across layers.
 EVERY = (0, 1, 2, 3)
 SHARING = {
     "neighbours": lambda family: chapter_model(family, routing="token", layers=EVERY, share="every:2"),

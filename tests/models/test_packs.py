@@ -27,7 +27,7 @@ def ids(text):
     return torch.tensor([TOKENIZER(text)["input_ids"]])
 
 
-# One name is one token, behind a space; text and what is asked fit into the windows of the families.
+# One name is one token, after a space; text and what is asked fit into the windows of the families.
 ENTRIES = [Entry(("q",), "(3)"), Entry(("gold", "Au"), "Shiny.")]
 IN_FRONT, TEXT, ASKED = ids("\n"), ids(ENTRIES[0].text), ids(" q: a")
 AS_IF_IN_FRONT = {"score_bias": 0.0, "distance": 0}
@@ -39,7 +39,7 @@ def both(family, dtype=torch.float32, entries=ENTRIES, **options):
 
 
 def seen_behind(base, text, asked, first=0, distance=0, before=IN_FRONT):
-    """Mask, ids and positions with which a base reads tokens behind a text, from one on; the text alone sees what is before it."""
+    """Mask, ids and positions with which a base reads tokens after a text, from one on; only the text sees what is before it."""
     front, length, count = before.shape[1], text.shape[1], asked.shape[1]
     seen = torch.ones(front + length + count, front + length + count).tril().bool()
     seen[front + length :, :front] = False
@@ -51,7 +51,7 @@ def seen_behind(base, text, asked, first=0, distance=0, before=IN_FRONT):
 
 
 def behind_text(base, text, asked, first=0, **places):
-    """What a base computes of tokens behind a text, from one of them on."""
+    """What a base computes of tokens after a text, from one of them on."""
     mask, tokens, positions = seen_behind(base, text, asked, first, **places)
     return logits(base, tokens, attention_mask=mask, position_ids=positions)[:, -asked.shape[1] :]
 

@@ -166,7 +166,7 @@ _NAMED = dict.fromkeys(("Berlin", "sodium", "Kestrel gateway", "C++"), _FRONTS) 
 
 @pytest.fixture(params=_KINDS)
 def split_base(request, tmp_path):
-    """Return a checkpoint with a tokenizer of a kind, of which tokens merge signs with beginnings and ends of names."""
+    """Return a checkpoint with a tokenizer of a kind; tokens merge signs with beginnings and ends of names."""
     split, is_of_bytes = _KINDS[request.param]
     is_of_pieces = request.param == "pieces of words"
     tokenizer = Tokenizer((models.WordPiece if is_of_pieces else models.BPE)(unk_token="<unk>"))

@@ -52,7 +52,7 @@ def tiny_base(tmp_path, tokenizer_model):
 
 
 def upscaled(base: Path, output: Path, method: str, **request: Any) -> Path:
-    """Upscale a base, and add noise to every matrix of the new layers, some of which the method has zeroed."""
+    """Upscale a base, and add noise to every matrix of the new layers; the method has zeroed some."""
     report = upscale(base=base, method=method, output=output, verify=False, **request)
     new = tuple(f"model.layers.{index}." for index in report.new_layer_indices)
     generator, tensors = torch.Generator().manual_seed(3), read_tensors(output)

@@ -1,4 +1,4 @@
-"""The method packs: a glossary beside the weights, what it may hold, edits of its entries, and texts that must stay."""
+"""The method packs: a glossary next to the weights, what it may hold, edits of its entries, and texts that must stay."""
 
 import json
 import os
