@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -207,13 +208,6 @@ def test_a_name_is_read_at_its_last_token_after_every_sign(split_base, tmp_path)
     assert not table.reads(keys.keys).any()
 
 
-def test_names_need_a_fast_tokenizer(spoken_base, tmp_path, monkeypatch):
-    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
-    options = {**NAMES, "corpus": write_names(tmp_path / "names.jsonl", ["cat"])}
-    with pytest.raises(ValueError, match="does not tell what its tokens spell; expected one with"):
-        made(spoken_base, tmp_path, **options)
-
-
 KNOWN, UNKNOWN = torch.tensor([[9, 1, 4, 6, 20, 30]]), torch.tensor([[4, 1, 6, 9, 20, 30]])
 
 
@@ -245,6 +239,9 @@ def test_missing_tokenizer_or_datasets_is_refused(spoken_base, base, tmp_path, w
         made(tmp_path / "base", tmp_path)
     with pytest.raises(ValueError, match="has no tokenizer, to tokenize the corpus"):
         made(base, tmp_path, **EXACT, corpus=str(corpus))
+    with patch.object(PreTrainedTokenizerFast, "is_fast", False):
+        with pytest.raises(ValueError, match="does not tell what its tokens spell; expected one with"):
+            made(spoken_base, tmp_path, **NAMES | {"corpus": write_names(tmp_path / "names.jsonl", ["cat"])})
     without("datasets")
     with pytest.raises(ValueError, match="needs the package datasets, not installed"):
         made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))

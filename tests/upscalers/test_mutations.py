@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import re
 import shutil
 import struct
 from pathlib import Path
@@ -28,8 +27,6 @@ ADDED_KEYS = [
     "mlp_only_layers", "no_rope_layers", "num_kv_shared_layers", "rope_scaling", "torch_dtype", "partial_rotary_factor", "is_decoder",
     "pruned_heads", "model.layers.99.x", "model.layers.00.self_attn.q_proj.weight",
 ]  # fmt: skip
-# Damage after which weights may be NaN, infinite or huge, so that what was upscaled may have other NaN than its base.
-WITHOUT_NUMBERS = "rms_norm_eps|bytes|bit"
 
 
 def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -59,48 +56,17 @@ def edit(document: Any, rng: random.Random) -> tuple[Any, str]:
     return changed(document, path, key, value), f"{path[:-1]} has {key} = {value!r:.40}"
 
 
-def pick(folder: Path, rng: random.Random, pattern: str) -> tuple[Path, bytes, int]:
-    path = rng.choice(sorted(file for file in folder.glob(pattern) if file.is_file()))
-    content = path.read_bytes()
-    return path, content, int.from_bytes(content[:8], "little")
-
-
-def damage_bytes(folder: Path, rng: random.Random) -> str:
-    path, content, length = pick(folder, rng, "*.safetensors")
-    content, start = bytearray(content), rng.randrange(8 + length, len(content) - 1024)
-    done = rng.choice(["a bit", "a bit of the header", "bytes", "the header's length"])
-    if done == "bytes":
-        size = rng.choice([2, 4, 64, 1024])
-        content[start : start + size] = rng.choice([b"\x00", b"\xff", b"\x7f", rng.randbytes(1)]) * size
-    elif done == "the header's length":
-        content[:8] = struct.pack("<Q", rng.choice([0, 1, 2, 8, len(content), 2**31, 2**62, 2**64 - 1]))
-    else:
-        content[start if done == "a bit" else rng.randrange(8 + length)] ^= 1 << rng.randrange(8)
-    path.write_bytes(content)
-    return f"{done} of {path.name}"
-
-
-def damage_file(folder: Path, rng: random.Random) -> str:
-    path, content, _ = pick(folder, rng, "*")
-    done = rng.choice(["cut", "longer", "noise", "deleted", "a folder"])
-    path.unlink()
-    if done == "a folder":
-        path.mkdir()
-    elif done == "cut":
-        path.write_bytes(content[: rng.choice([0, 1, 7, 8, len(content) - 1, rng.randrange(len(content))])])
-    elif done != "deleted":
-        path.write_bytes((content if done == "longer" else b"") + rng.randbytes(rng.choice([3, 8, 1000])))
-    return f"{path.name} is {done}"
-
-
 def edit_json(folder: Path, rng: random.Random) -> str:
-    path, content, length = pick(folder, rng, rng.choice(["config.json", "*.json", "*.safetensors"]))
+    pattern = rng.choice(["config.json", "*.json", "*.safetensors"])
+    path = rng.choice(sorted(folder.glob(pattern)))
     if path.suffix == ".safetensors":
-        header, done = edit(json.loads(content[8 : 8 + length]), rng)
+        content = path.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header, done = edit(json.loads(content[8:end]), rng)
         encoded = json.dumps(header).encode()
-        path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[8 + length :])
+        path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[end:])
     else:
-        document, done = edit(json.loads(content), rng)
+        document, done = edit(json.loads(path.read_bytes()), rng)
         path.write_text(json.dumps(document))
     return f"{path.name}: {done}"
 
@@ -116,20 +82,19 @@ def bases(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", by_default(range(1), range(30)))
-@pytest.mark.parametrize("damage", [damage_bytes, damage_file, edit_json])
-def test_damaged_base_is_refused_or_equalled(bases, tmp_path, damage, seed):
+def test_damaged_base_is_refused_or_equalled(bases, tmp_path, seed):
     base, output = tmp_path / "base", tmp_path / "out"
     request = {"method": "midus-hml", "options": {"n": 4, "k": 2}, "num_new_layers": 1, "placement": "bottom-heavy"}
     for number, verify in itertools.product(range(len(bases)), (True, False)):
         shutil.rmtree(base, ignore_errors=True)
         shutil.copytree(bases[number], base)
-        done = damage(base, random.Random(f"{damage.__name__} {seed} {number}"))
+        done = edit_json(base, random.Random(f"edit_json {seed} {number}"))
         try:
             upscale(base=base, output=output, verify=verify, **request)
         except ValueError as error:
             assert 0 < len(str(error)) < 6000, done
         except VerificationError:
-            assert verify and re.search(WITHOUT_NUMBERS, done), done
+            assert verify and "rms_norm_eps" in done, done  # which may make weights NaN, or huge
         else:
             try:
                 expected = logits(base)
