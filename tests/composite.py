@@ -39,7 +39,7 @@ TYPES = tuple(name for name in _SIZES if name != "llama4" or not transformers.__
 
 
 def composite_model(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Return a tiny random model that reads pictures, in eval mode; `changes` are values of the language model's config."""
+    """Return a tiny random model that reads pictures, in eval mode; `changes` are of its language model."""
     tower, own = _SIZES[model_type]
     config_class = CONFIG_MAPPING[model_type]
     language = tiny_config(config_class().get_text_config().model_type, **changes).to_dict()

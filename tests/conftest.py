@@ -68,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell tests how many values of their parameters run: all also where a test is named, which may be one of any of them."""
+    """Tell tests how many values of their parameters run: all where a test is named."""
     if runs_all(config):
         pairs.extent = Extent.ALL
     elif config.getoption("--each-value"):
@@ -81,7 +81,7 @@ def runs_all(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Skip what torch itself refuses where `ATEN_CPU_CAPABILITY` hides some of the processor's vectors from it."""
+    """Skip what torch refuses where `ATEN_CPU_CAPABILITY` hides some of the processor's vectors."""
     try:
         return (yield)
     except RuntimeError as error:
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def few_threads():
-    """Tiny models run fastest on one thread, which is what they have unless `OMP_NUM_THREADS` says otherwise."""
+    """Tiny models run fastest on one thread, unless `OMP_NUM_THREADS` says otherwise."""
     before = torch.get_num_threads()
     torch.set_num_threads(int(ENVIRONMENT.get("OMP_NUM_THREADS", "1")))
     logging.set_verbosity(60)
@@ -137,7 +137,7 @@ def library_bars() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_disks():
-    """What tests write need not outlast a loss of power: an upscaled model forces ninety files and folders to the disk."""
+    """What tests write need not outlast a loss of power: a model forces ninety files to the disk."""
     with patch.object(os, "fsync", lambda file: None):
         yield
 
@@ -151,7 +151,7 @@ def one_environment():
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_modules():
-    """No collection of garbage, which every training run makes, looks at what lives as long as the tests do."""
+    """No collection of garbage, which training runs make, looks at what lives as long as the tests."""
     gc.collect()
     gc.freeze()
 

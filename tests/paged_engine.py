@@ -1,4 +1,4 @@
-"""Stands for vLLM where it is not installed: its config, passes over parts of requests, and attention to blocks of a cache."""
+"""Stands for vLLM where it is not installed: config, passes over parts, attention to a cache."""
 
 import itertools
 import sys
@@ -45,7 +45,7 @@ class Engine:
             self.layers[name] = layer.self_attn.attn = Attention(name, *heads, layer.self_attn.scaling, window)
 
     def begin(self, parts: list[tuple[list[int], int, int]], padding: int = 0) -> None:
-        """Begin a pass over parts of requests, each the request's blocks and its first and last position there."""
+        """Begin a pass over parts of requests, each its blocks and its first and last position."""
         longest = max(len(blocks) for blocks, _, _ in parts)
         starts = torch.tensor([0, *(end - first for _, first, end in parts)]).cumsum(0).int()
         lengths = torch.tensor([end for _, _, end in parts], dtype=torch.int32)
@@ -64,7 +64,7 @@ class Engine:
             self.context.slot_mapping[name] = torch.tensor(mapping + [-1] * padding)
 
     def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
-        """Write keys and values `[1, K, T, d]` of a pass into the cache, and attend to it, as vLLM's attention function does."""
+        """Write keys and values `[1, K, T, d]` of a pass into the cache, and attend to it."""
         attention = module.attn
         slots = self.context.slot_mapping[attention.layer_name]
         metadata = self.context.attn_metadata[attention.layer_name]
@@ -85,7 +85,7 @@ class Engine:
 
 
 class Attention:
-    """vLLM's attention of a layer, whose blocks lie as they do on CPUs: for each head keys as `[d, N]`, and values as `[N, d]`."""
+    """vLLM's attention of a layer, with blocks as on CPUs: keys as `[d, N]`, and values as `[N, d]`."""
 
     has_sink = False
 

@@ -1,4 +1,4 @@
-"""Which tests run by default: every family with every test, and every other parameter with every test, but not their product.
+"""Which tests run by default: every family and every other parameter, not their product.
 
 Where tests run a second time, with other versions of what we depend on, each value of a parameter runs once.
 """
@@ -26,7 +26,7 @@ extent = Extent.USUAL
 
 
 def keep_pairs(items: Iterable[Any]) -> list[Any]:
-    """Of each test whose fixture gives families keep each one and all else once; what is marked `product` does not stay."""
+    """Of tests whose fixture gives families keep each one and all else once, and no product."""
     items = [item for item in items if not any(item.iter_markers("product"))]
     axes = [_axes(item) for item in items]
     families: dict[Hashable, dict[Hashable, int]] = {}
@@ -48,7 +48,7 @@ def keep_pairs(items: Iterable[Any]) -> list[Any]:
 
 
 def keep_each_value(items: Iterable[Any]) -> list[Any]:
-    """Of each test, keep every value of every parameter but the family, beginning with another family than the test before."""
+    """Of each test, keep every value of every parameter except the family, which takes turns."""
     items = list(items)
     by_test: dict[str, list[int]] = {}
     for number, item in enumerate(items):
@@ -68,7 +68,7 @@ def keep_each_value(items: Iterable[Any]) -> list[Any]:
 
 
 def by_default(kept: Iterable[Any], values: Iterable[Any], *, fewest: Iterable[Any] | None = None) -> list[Any]:
-    """Values; the kept ones run by default, `fewest` where other versions have run them, and all with the product."""
+    """Values: the kept ones by default, `fewest` with other versions, and all with the product."""
     kept, values = list(kept), list(values)
     fewest = kept if fewest is None else list(fewest)
     assert all(value in values for value in (*kept, *fewest))
@@ -77,14 +77,14 @@ def by_default(kept: Iterable[Any], values: Iterable[Any], *, fewest: Iterable[A
 
 
 def taking_turns(rows: Iterable[Any], columns: Iterable[Any], *, first: int = 0) -> list[tuple[Any, Any]]:
-    """Each row with one column, the columns in turn from the one numbered `first`; there are as many rows as columns, or more."""
+    """Each row with one column, the columns in turn from the one numbered `first`."""
     rows, columns = list(rows), list(columns)
     assert len(rows) >= len(columns)
     return [(row, columns[(first + number) % len(columns)]) for number, row in enumerate(rows)]
 
 
 def in_turn(rows: Iterable[Any], columns: Iterable[Any], *, kept: Any = None, fewest: Any = None) -> list[Any]:
-    """Parameters of a test: by default every kept row with one column, the columns in turn, and with the product each with each."""
+    """Kept rows with one column each, the columns in turn; with the product each with each."""
     rows, columns = list(rows), list(columns)
     usual = taking_turns(rows if kept is None else kept, columns)
     few = None if fewest is None else taking_turns(fewest, columns)
@@ -92,7 +92,7 @@ def in_turn(rows: Iterable[Any], columns: Iterable[Any], *, kept: Any = None, fe
 
 
 def wanted_by_tests(request: Any, *names: str) -> list[tuple[Any, ...]]:
-    """The values of these parameters that tests of a fixture's file run with, where they have all of them and the fixture."""
+    """The values of these parameters that tests with this fixture run with."""
     users = [item for item in request.session.items if item.path == request.path]
     users = [item for item in users if request.fixturename in item.fixturenames and hasattr(item, "callspec")]
     arguments = [item.callspec.params for item in users if {*names} <= item.callspec.params.keys()]
@@ -100,7 +100,7 @@ def wanted_by_tests(request: Any, *names: str) -> list[tuple[Any, ...]]:
 
 
 def _axes(item: Any) -> tuple[Hashable, Hashable, Hashable] | None:
-    """The test, its family and its other parameters; None where it does not run on a family that a fixture gives."""
+    """The test, its family and its other parameters; None where no fixture gives the family."""
     parameters = _parameters(item)
     fixture = next((name for name in FAMILY_FIXTURES if name in parameters), None)
     chosen = {name for mark in item.iter_markers("parametrize") for name in _names(mark.args[0])}
@@ -111,7 +111,7 @@ def _axes(item: Any) -> tuple[Hashable, Hashable, Hashable] | None:
 
 
 def _values(item: Any) -> set[Hashable]:
-    """Each value of the parameters of a test, families aside; one that stands for the test where it has none."""
+    """Each value of a test's parameters except families; one for the test where it has none."""
     return {(name, str(value)) for name, value in _parameters(item).items() if name not in FAMILY_FIXTURES} or {""}
 
 

@@ -1,4 +1,4 @@
-"""Models are loaded in one place, their libraries' bars are for terminals, and what stands for no model is refused in one line."""
+"""Models are loaded in one place, bars are for terminals, and wrong models are refused in one line."""
 
 import ast
 import re
@@ -33,7 +33,7 @@ def test_models_are_loaded_in_one_place():
 
 
 def test_loads_state_trust_in_code():
-    """Calls by which an Auto class may load code of a model, `partial(AutoTokenizer.from_pretrained, ...)` among them."""
+    """Calls by which an Auto class may load code of a model, in `partial` too."""
     calls, folders = {}, [ROOT / name for name in ("midus_hf", "upscalers", "demo", "scripts")]
     for file in (file for folder in folders for file in folder.rglob("*.py")):
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""The tables of families that tests run on: tiny random checkpoints, one per family, built from their configs."""
+"""The tables of families that tests run on: a tiny random checkpoint of each."""
 
 import json
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def save_tiny_model(family: str, folder: Path, dtype: torch.dtype = torch.float3
 
 
 def save_tiny_tokenizer(folder: Path, **kwargs: Any) -> None:
-    """Save a tokenizer of the words `word1` to `word127`, whose numbers are their ids; `kwargs` go to the tokenizer."""
+    """Save a tokenizer of the words `word1` to `word127`, whose numbers are their ids."""
     words = {"<unk>": 0, **{f"word{number}": number for number in range(1, _COMMON["vocab_size"])}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()

@@ -1,4 +1,4 @@
-"""Every command shows its help at once, ends by one table of exit statuses, and says in one line what is wrong with a request."""
+"""Commands show help at once, end by one table of statuses, and refuse a request in one line."""
 
 import errno
 import importlib
@@ -72,7 +72,7 @@ SUBCOMMANDS = (
 
 @pytest.fixture
 def room(tmp_path, monkeypatch):
-    """A working directory with the files that requests name; a comparison does not look into its base and texts."""
+    """A working directory with the files that requests name; a comparison does not read its base."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("midus_hf.compare.plan.check", lambda *_: None)
     (tmp_path / "text.txt").write_text("A text.")
@@ -92,7 +92,7 @@ def room(tmp_path, monkeypatch):
 
 
 def test_help_and_completion_import_nothing_heavy():
-    """Ask for the help of each command, all in one process; those with keys come last, whose parser is that of Transformers."""
+    """Ask for each help in one process; those with keys come last, by the parser of Transformers."""
     commands = [command.split() for command in (*(each for each in COMMANDS if each not in WITH_KEYS), *WITH_KEYS)]
     code = f"""
 for number, arguments in enumerate({commands!r}):
@@ -172,7 +172,7 @@ FULL = "work: done, but not all output could be written: No space left on device
 ])  # fmt: skip
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
 def test_output_that_cannot_be_written_costs_no_work(stdout, stderr, status, said, options, tmp_path):
-    """No program reads it, as after `| head`, or it goes to a full disk, or to a stream that the shell closed."""
+    """Output goes to `| head`, to a full disk, or to a stream that the shell closed."""
     streams, closes = {}, ""
     for name, kind, number in (("stdout", stdout, 1), ("stderr", stderr, 2)):
         if kind == "closed pipe":
@@ -347,7 +347,7 @@ def work_of(module: str, body: str) -> Callable[..., Any]:
 
 @pytest.fixture
 def ended(room, as_command, monkeypatch) -> Callable[..., Outcome]:
-    """Return a function from a module's name, the body of a function in it, and a command, to how the command ends by it."""
+    """Return how a command ends by a function with this body in a module of this name."""
     offered = [EntryPoint("bottleneck", "bottleneck.method", "midus_hf.memories")]
     monkeypatch.setattr("midus_hf.config.plugins.entry_points", lambda group: offered if "memories" in group else [])
 

@@ -35,7 +35,7 @@ def with_tokenizer(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory):
-    """A base without memory; a model with memory blocks, as made and with other values; models of other methods; texts."""
+    """A base, a model with memory blocks, as made and trained, models of other methods, and texts."""
     folder = tmp_path_factory.mktemp("room")
     pair = zip(saved_pair("llama", "midus-hml"), ("base", "made"), strict=True)
     base, made = (shutil.copytree(saved, folder / name) for saved, name in pair)

@@ -1,4 +1,4 @@
-"""No file that a command leaves or pushes holds a secret, and none that is pushed names the home folder."""
+"""No file that a command leaves or pushes holds a secret, and none pushed names the home folder."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every option of methods, memories, runs, evaluations and comparisons is held to its type and its least value, with one message."""
+"""Every option is held to its type and its least value, with one message."""
 
 import dataclasses
 import math

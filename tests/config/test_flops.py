@@ -1,4 +1,4 @@
-"""Operations and parameters that are counted: those of the papers, of torch and of models; who reads what of the depth."""
+"""Counted operations and parameters: those of the papers, of torch and of models."""
 
 import json
 from pathlib import Path
@@ -364,7 +364,7 @@ def config_of(name: str, layers: int | None = None, without: bool = False, **opt
     (config_of("moda-706m", **PROJECTED), 742.4, 8.63),
 ], ids=str)  # fmt: skip
 def test_moda_models_have_the_papers_parameters_and_flops(config, millions, trillions):
-    """Table 3, which has no price for mask and scale of the scores of the sequence. What a number has there is compared."""
+    """Table 3, which has no price for mask and scale of the scores of the sequence."""
     tokens, layers = 4096, config["num_hidden_layers"]
     scores = layers * config["num_attention_heads"] * tokens**2
     assert round(count_parameters(config)["total"] / 1e6, 1) == millions

@@ -1,4 +1,4 @@
-"""Declarations of memory types and entries of configs: what is refused, null controls, and that reading them costs nothing."""
+"""Memory types and entries of configs: refusals, null controls, and that reading costs nothing."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""UltraMemV2: which tables layers read, and how the best scores of a retrieval start, against a simulation in torch."""
+"""UltraMemV2: which tables layers read, and best scores at the start, against a simulation."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ RETRIEVALS = {
 
 
 def simulated(n: int, r: int, side: int, k: int, trials: int = 300) -> tuple[float, float]:
-    """Mean and variance of the chosen scores (appendix B.2): keys score as standard normals, cores have singular values up to 1."""
+    """Mean and variance of the chosen scores (appendix B.2): keys score as standard normals."""
     generator, chosen = torch.Generator().manual_seed(1), []
     for _ in range(trials):
         rows, columns = torch.randn(2, n, r, generator=generator)

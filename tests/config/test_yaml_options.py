@@ -1,4 +1,4 @@
-"""Options come from YAML files and settings `key=value`; what is not understood is refused with a remedy, by one class of errors."""
+"""Options come from YAML files and settings `key=value`; others are refused with a remedy."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""Shell scripts whose programs are functions of this process: bash reads the script, and nothing is imported anew."""
+"""Shell scripts whose programs are functions of this process: nothing is imported anew."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ Program = Callable[[list[str]], int | str | None]
 
 
 def run_shell(script: str, folder: Path, programs: dict[str, Program]) -> Outcome:
-    """Run a script with bash in a folder until a command fails; functions of these names replace programs, and take their words."""
+    """Run a script with bash until a command fails; functions replace programs, and take their words."""
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     with tempfile.TemporaryDirectory() as room, Listener(family="AF_UNIX") as listener:
         for name in (*programs, _LAST):

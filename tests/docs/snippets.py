@@ -25,7 +25,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page: `name` is the file that the block is, if the page says so; `line` counts from 1."""
+    """A fenced block of a page; `name` is the file that the page says the block is."""
 
     page: str
     line: int
@@ -43,7 +43,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Commands of a block of shell without marked ones, continued lines joined; of a console, what follows `$`."""
+        """Commands of a block without marked ones, continued lines joined; of a console, after `$`."""
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.language == "console":
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
@@ -73,7 +73,7 @@ def blocks_in(text: str, page: str) -> list[Block]:
 
 
 def take(page: str, *languages: str, having: str = "", without: tuple[str, ...] = ()) -> list[Block]:
-    """Return the blocks of a page, in some languages, with a piece and without others, which the calling test module runs."""
+    """Return the blocks of a page that the calling module runs, with a piece and without others."""
     taken = [
         block
         for block in blocks_of(page)

@@ -1,4 +1,4 @@
-"""The package of docs/extend.md, word for word: installed, upscaled with, trained, stripped, loaded without any package."""
+"""The package of docs/extend.md, word for word: upscaled with, trained, stripped, loaded."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Numbers of methods and of packs: the tables are what their results say, and what other pages say of methods is in the tables."""
+"""Tables are what their results say, and other pages repeat only their numbers."""
 
 import csv
 import re

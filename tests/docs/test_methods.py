@@ -1,4 +1,4 @@
-"""Pages of methods have the same sections, show the pictures that the script draws, and price methods as a dry run does."""
+"""Pages of methods have the same sections and drawn pictures, and price methods as dry runs do."""
 
 import re
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_method_pages_have_the_same_sections(page):
 
 
 def labels(picture: str) -> list[str]:
-    """Return the texts of a picture; matplotlib writes each as a comment in front of the shapes of its letters."""
+    """Return the texts of a picture, which matplotlib writes as comments."""
     return re.findall(r"<!-- (.+?) -->", picture, flags=re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""What pages show is there: commands, names, messages, extras; and each block of code is run by a test, or says what it needs."""
+"""What pages show exists, and each block of code is run by a test, or says what it needs."""
 
 import ast
 import dataclasses
@@ -107,7 +107,7 @@ def test_mistakes_in_commands_are_noticed(line, mistake):
 
 @pytest.mark.parametrize("page", [*pages(), *NOTEBOOKS])
 def test_page_python_imports_names_that_exist(page):
-    """Hold pieces of Python to the names of the packages; whole scripts are run by the tests of their pages."""
+    """Hold pieces of Python to the names of the packages; other tests run whole scripts."""
     pieces = [block.text for block in blocks_in(text_of(page), page) if block.language == "python"]
     for node in (node for piece in pieces for node in ast.walk(ast.parse(piece))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("midus_hf", "upscalers"):

@@ -1,4 +1,4 @@
-"""Blocks of a page run in the order of the page, in one folder, with tiny models in place of the models that the page names."""
+"""Blocks of a page run in order, in one folder, with tiny models in place of those that it names."""
 
 import re
 import runpy
@@ -223,7 +223,7 @@ def room(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def upscaled(room) -> Callable[[str], Path]:
-    """Return a function from a name in `METHODS` to a folder with the base of few layers that is upscaled so."""
+    """Return a function from a name in `METHODS` to a folder of a base that is upscaled so."""
     made: dict[str, Path] = {}
 
     def model(name: str) -> Path:
@@ -258,7 +258,7 @@ MATERIAL = {
 
 
 def python_without_material(arguments: list[str]) -> int:
-    """Run a script or a module; in place of what `python -m material` fetches, print a path of the session's folder."""
+    """Run a script or a module; in place of fetched material, print a path of the session's folder."""
     if arguments[:2] != ["-m", "material"]:
         return python(arguments)
     print(MATERIAL[arguments[2]])
@@ -278,7 +278,7 @@ def replaced(text: str, session: Session) -> str:
 
 
 def run_blocks(blocks: list[Block], session: Session, folder: Path, programs: dict[str, Program]) -> None:
-    """Run blocks in order, recipes first. The shell keeps the variables of earlier blocks, and Python their names."""
+    """Run blocks in order, recipes first; the shell keeps variables, and Python names."""
     recipes = [block for block in blocks if block.language == "yaml"]
     assert len(recipes) == len(session.files), "the session names a file for each block of YAML"
     for block, name in zip(recipes, session.files, strict=True):

@@ -1,4 +1,4 @@
-"""Tiny models that read bytes: a tokenizer of one token a byte, checkpoints that hold it, and their perplexity."""
+"""Tiny models of a token per byte, their tokenizer, and their perplexity."""
 
 import dataclasses
 from pathlib import Path
@@ -44,7 +44,7 @@ def save_upscaled(base: Path, folder: Path) -> Path:
 
 
 def perplexity(model, tokenizer, documents, *, apart=False, find_paths=None, batch_size=4, **lengths: Any) -> Any:
-    """Return `perplexity`, the number of predicted `tokens`, and their greatest number in a window, `sequence_length`."""
+    """Return `perplexity`, the number of predicted `tokens`, and the longest window's."""
     rows = text_rows("text", documents, tokenizer, model.config, joined=not apart, **lengths)
     if find_paths is not None:
         rows = dataclasses.replace(rows, paths=find_paths(documents))

@@ -1,4 +1,4 @@
-"""Texts become rows in which every token is predicted once; what models lose on them; and whether a text has an answer."""
+"""Texts become rows that predict each token once; their losses; whether a text has an answer."""
 
 import math
 from contextlib import nullcontext
@@ -56,7 +56,7 @@ def test_rows_begin_as_packed_sequences_do(frame, beginning):
     joined=st.booleans(),
 )
 def test_rows_know_how_many_bytes_of_the_text_they_predict(documents, sequence_length, joined):
-    """Also where tokens cut a character: here each is a byte, and a row that ends within one does not count it again."""
+    """Also where a row ends within a character, which here has a token per byte."""
     options = {"sequence_length": sequence_length, "joined": joined}
     text = text_rows("text", documents, byte_tokenizer(writes_bos=True), CONFIG, **options)
     whole = "\n\n".join(documents) if joined else "".join(documents)

@@ -1,4 +1,4 @@
-"""One list says what files a checkpoint has, and `upscale` goes by it where it replaces checkpoints; results in cards."""
+"""One list says what files a checkpoint has, and which ones `upscale` replaces; results in cards."""
 
 import json
 import re

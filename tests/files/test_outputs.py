@@ -1,4 +1,4 @@
-"""Files that are written whole take their places at once, and nothing is left of what is not; one process writes at a time."""
+"""Whole files take their places at once, unfinished ones leave nothing; one process writes."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Fetching out of packages, through the real clients from this machine, into a cache whose folders are complete or absent."""
+"""Fetching out of packages, through real clients, into a cache of complete folders."""
 
 import hashlib
 import http.server

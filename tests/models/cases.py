@@ -1,4 +1,4 @@
-"""The table of tiny models whose memories act: what every model does is tested on each row, whatever its memory."""
+"""The table of tiny models whose memories act: laws of models are tested on each row."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Case:
         return {"memory_ids": memory_models.IDS[:rows]} if self.fetches else {}
 
     def of_training(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what a pass that trains takes in addition to tokens: labels of all of them, and what a pass takes."""
+        """Return what a pass that trains takes in addition to tokens: labels, and what any pass takes."""
         return {"labels": tokens.clone(), **self.given(len(tokens))}
 
 

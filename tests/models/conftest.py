@@ -1,4 +1,4 @@
-"""Models of the table of cases, each made once a session: tests that train or change a model make their own."""
+"""Models of the table of cases, each made once a session; tests that change one make their own."""
 
 from functools import cache
 
@@ -22,5 +22,5 @@ def shared_model(tmp_path_factory):
 
 @pytest.fixture
 def read(native_family, shared_model):
-    """Return a case by its name, its model that acts, and what a pass takes in addition to two rows of tokens."""
+    """Return a case, its model that acts, and what a pass takes in addition to two rows of tokens."""
     return lambda case, *how: (CASES[case], shared_model(case, native_family, *how), CASES[case].given())

@@ -1,4 +1,4 @@
-"""What heads that read the depth compute, by hooks on the family's own model and one softmax over all scores."""
+"""What heads that read the depth compute, by hooks on the family's model and one softmax."""
 
 import torch
 from torch.nn.functional import linear
@@ -8,7 +8,7 @@ _NAME = "depth_by_hand"
 
 
 def add_depth(native, model):
-    """Make the family's own model compute what one with the memory does; return copies of the memory's tensors, by name."""
+    """Make the family's model compute what one with the memory does; return copies of its tensors."""
     (entry,) = model.config.memories().attached.values()
     of_memory = {name: value for name, value in model.named_parameters() if ".memories." in name}
     owned = {name: value.detach().clone().requires_grad_() for name, value in of_memory.items()}
@@ -22,7 +22,7 @@ def add_depth(native, model):
 
 
 class _Depth:
-    """The slots of a pass, `[B, T, K, d]`; keys are normalised and not rotated, as a common rotation leaves products."""
+    """The slots of a pass, `[B, T, K, d]`, with keys that are normalised and not rotated."""
 
     def __init__(self, entry, owned, config):
         self.options, self.layers, self.name, self.owned = entry.options, entry.layers, entry.name, owned

@@ -30,7 +30,7 @@ transformers.dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_MODULES_CACH
 
 
 def run_python(code: str, folder: Path, *, package_present: bool) -> str:
-    """Return what code prints in a folder, transformers' cache of remote code too, on the test's number of threads."""
+    """Return what code prints in a folder, transformers' cache of remote code too."""
     threads = f"torch.set_num_threads({torch.get_num_threads()})\n"
     program = ("" if package_present else BLOCK_IMPORTS) + _SETTINGS + threads + code
     result = run_warm(program, folder=folder, HF_MODULES_CACHE=str(folder / "modules"))

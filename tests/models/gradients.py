@@ -1,4 +1,4 @@
-"""Gradients of whole models, with those of the blocks that their texts fetched, how they are compared, and a few steps by them."""
+"""Gradients of whole models and of fetched blocks, compared, and a few steps by them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,13 +31,13 @@ def gradients_of_blocks(model: Any) -> dict[Any, torch.Tensor]:
 
 
 def gradients_of(model: Any) -> dict[Any, torch.Tensor]:
-    """Return a copy of each gradient that there is: of parameters by name, of blocks by memory, level and index."""
+    """Return a copy of each gradient: of parameters by name, of blocks by memory, level and index."""
     of_parameters = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
     return of_parameters | gradients_of_blocks(model)
 
 
 def loss_and_gradients(model: Any, tokens: torch.Tensor, forward: Any = None, **arguments: Any) -> tuple[Any, dict]:
-    """Return the loss of one pass and only its gradients; `forward` computes what the model does, and labels are the tokens."""
+    """Return the loss of one pass and only its gradients; by default labels are the tokens."""
     model.zero_grad()
     arguments = {"input_ids": tokens, "use_cache": False, "labels": tokens, **arguments}
     loss = (model if forward is None else forward)(**arguments).loss
@@ -46,7 +46,7 @@ def loss_and_gradients(model: Any, tokens: torch.Tensor, forward: Any = None, **
 
 
 def check_close(results: dict, expected: dict, relative: float) -> None:
-    """Compare gradients by their norms; of weights of norms, which have theirs in float32, to a millionth at best."""
+    """Compare gradients by their norms; of weights of norms to a millionth at best."""
     assert results.keys() == expected.keys()
     norms = {name: value.norm().clamp(min=1e-12) for name, value in expected.items()}
     far = {name: ((results[name] - expected[name]).norm() / norm).item() for name, norm in norms.items()}
@@ -55,7 +55,7 @@ def check_close(results: dict, expected: dict, relative: float) -> None:
 
 
 def train_steps(model: Any, steps: int, groups: Sequence[dict[str, Any]] | None = None) -> None:
-    """Train on one prompt what requires a gradient, or `groups`: matrices A of LoRA wait a step, keys for their values."""
+    """Train on one prompt what requires a gradient, or `groups`; some wait a step for others."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(groups or trained, lr=1e-2)
     model.train()

@@ -11,13 +11,13 @@ from midus_hf.models import FAMILIES
 
 
 def host_config(config: Any, memory: list[dict[str, Any]] | None, **changes: Any) -> Any:
-    """Return the config of the family's host that has these entries, and the fields of a base's config except for `changes`."""
+    """Return the config of the family's host with these entries, and with a base's other fields."""
     fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
     return FAMILIES[config.model_type].config_class(**{**fields, **changes}, memory=memory)
 
 
 def host_of(native: PreTrainedModel, *entries: dict[str, Any], seed: int = 0) -> Any:
-    """Return the family's host of memories with a base's weights and dtype, in eval mode; its banks are not open."""
+    """Return the family's host of memories with a base's weights, in eval mode, banks not open."""
     config = host_config(native.config, list(entries))
     torch.manual_seed(seed)
     model = FAMILIES[native.config.model_type](config).to(native.dtype)

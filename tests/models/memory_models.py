@@ -1,4 +1,4 @@
-"""Models with memories attached, built in memory from a tiny base, and bases that state what they compute."""
+"""Models with memories attached, of a tiny base, and bases that state what they compute."""
 
 import copy
 from typing import Any
@@ -66,7 +66,7 @@ def depth_model(
     base: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A tiny model whose heads read the depth, in eval mode; one that does not act has zeros where a new one has them."""
+    """A tiny model whose heads read the depth, in eval mode; with zeros where it does not act."""
     entry = {"type": "moda", "layers": list(range(num_hidden_layers)), **DEPTHS[kind], **options}
     model = host_of(tiny_model(family, dtype, num_hidden_layers=num_hidden_layers, **(base or {})), entry)
     for memory in model.modules():
@@ -109,7 +109,7 @@ def fetching_entry(kind, **changes):
 
 
 def hierarchical_model(family, kind, folder, dtype=torch.float64, *, acting=True, base=None, **options) -> Any:
-    """A tiny model with the banks of one kind of memory, or of several, whose every block was written if they act, in eval mode."""
+    """A tiny model with banks of one or several kinds, whose every block was written if they act."""
     kinds = (kind,) if isinstance(kind, str) else kind
     model = host_of(tiny_model(family, dtype, **(base or {})), *(fetching_entry(name, **options) for name in kinds))
     for name, layout in block_layouts(model.config.memories()).items():
@@ -133,7 +133,7 @@ def fill(bank, but=()):
 
 
 def stated_base(native, model, ids):
-    """Return a copy of the base that computes what memories make of it for rows with these paths, as proofs state it."""
+    """Return a copy of the base that computes what memories make of it for rows with these paths."""
     stated, blocks = copy.deepcopy(native), {}
     for name, batch in model.fetch_memory(ids).items():  # with a record of its own for each row
         records = {level: record[batch.blocks[level]] for level, record in batch.records.items()}

@@ -1,4 +1,4 @@
-"""Models with packs, built in memory from a tiny base, and a tokenizer in whose random ids names stand."""
+"""Models with packs, of a tiny base, and a tokenizer with names among its random ids."""
 
 import string
 from collections.abc import Iterable
@@ -48,7 +48,7 @@ def pack_model(
     tokenizer: Any = None,
     **sizes: Any,
 ) -> Any:
-    """A tiny model in eval mode that has a glossary; `options` are those of its memory. Default: the tiny tokenizer."""
+    """A tiny model in eval mode with a glossary; `options` are those of its memory."""
     native = tiny_model(family, dtype, **sizes)
     layers = list(range(native.config.num_hidden_layers)) if layers is None else layers
     model = host_of(native, {"type": "packs", "layers": layers, **(options or {})})

@@ -1,4 +1,4 @@
-"""Layers that share a bank of chapters, and chapters chosen by more than a token; models are float64 so that routers choose alike."""
+"""Layers that share a bank of chapters, and chapters chosen by more than a token, in float64."""
 
 import pytest
 import torch

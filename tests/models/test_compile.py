@@ -1,4 +1,4 @@
-"""`torch.compile(fullgraph=True)` takes a whole model as one graph, in training and for all positions of decoding; exports."""
+"""`torch.compile(fullgraph=True)` takes a whole model as one graph; exports."""
 
 import itertools
 import os

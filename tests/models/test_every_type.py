@@ -1,4 +1,4 @@
-"""Every causal type of the installed Transformers hosts memory, or is refused with a reason that a reader understands."""
+"""Every causal type of the installed Transformers hosts memory, or is refused with a clear reason."""
 
 import dataclasses
 import itertools

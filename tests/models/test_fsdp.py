@@ -34,7 +34,7 @@ def step(model, tokens):
 
 
 def findings(case, checkpointing):
-    """Return what holds for a model's sharded steps next to whole ones on halves of a batch: halving does not round."""
+    """Return what holds for a model's sharded steps next to whole ones on halves of a batch."""
     (build, memory), rank, ranks = CASES[case], dist.get_rank(), dist.get_world_size()
     halves, whole, sharded = prompt(batch=4).chunk(2), build().train(), build().train()
     expected = [step(whole, tokens) for tokens in halves]

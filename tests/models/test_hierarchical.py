@@ -1,4 +1,4 @@
-"""Models whose memories fetch blocks: what they compute and learn, and ids and blocks that are refused."""
+"""Models whose memories fetch blocks: what they compute, learn and refuse."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Hooks by which memories act in a layer: what others do to the modules that have them, and what an interrupted pass leaves."""
+"""Hooks by which memories act: what others do to their modules, and what a failed pass leaves."""
 
 import copy
 import pickle
@@ -43,7 +43,7 @@ def test_memories_of_a_copy_are_those_of_the_copy(row, copied, shared_model):
 
 
 def replaced(module):
-    """As quantisation replaces linear layers, and vLLM linear layers and norms: a new module with the same weights."""
+    """A new module with the same weights, as quantisation and vLLM put in place of linear layers."""
     if isinstance(module, nn.Linear):
         made = nn.Linear(module.in_features, module.out_features, bias=False, dtype=module.weight.dtype)
     else:

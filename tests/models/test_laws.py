@@ -1,4 +1,4 @@
-"""Laws of models, whatever their memory: starting as the base, generation, saving and offloading, over one table (cases.py).
+"""Laws of models over one table (cases.py): the start as the base, generation, saving, offloading.
 
 Laws of gradients are in test_training.py, of compiled models in test_compile.py, of hooks and threads in test_hooks.py.
 """

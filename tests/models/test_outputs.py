@@ -1,4 +1,4 @@
-"""What a forward computes with memories at each site, with shared tables, and how UltraMemV2 starts and is used."""
+"""What memories compute at each site and with shared tables; UltraMemV2's start and usage."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Packs: texts are read as if they stood in front, from their names on; and nothing else changes a bit."""
+"""Packs: texts are read as if they stood in front, from their names on; no other bit changes."""
 
 import copy
 import pickle
@@ -34,12 +34,12 @@ AS_IF_IN_FRONT = {"score_bias": 0.0, "distance": 0}
 
 
 def both(family, dtype=torch.float32, entries=ENTRIES, **options):
-    """A base, and its host with a glossary, whose texts are read as if they stood in front unless options say otherwise."""
+    """A base, and its host with a glossary, by default read as if its texts stood in front."""
     return tiny_model(family, dtype), pack_model(family, dtype, entries, options={**AS_IF_IN_FRONT, **options})
 
 
 def seen_behind(base, text, asked, first=0, distance=0, before=IN_FRONT):
-    """Mask, ids and positions with which a base reads tokens after a text, from one on; only the text sees what is before it."""
+    """Mask, ids and positions of tokens after a text, from one on; only the text sees `before`."""
     front, length, count = before.shape[1], text.shape[1], asked.shape[1]
     seen = torch.ones(front + length + count, front + length + count).tril().bool()
     seen[front + length :, :front] = False

@@ -1,4 +1,4 @@
-"""Whole models as vLLM runs them: parts of several requests in one row, whose keys and values lie in blocks."""
+"""Whole models as vLLM runs them: parts of requests in one row, with keys and values in blocks."""
 
 import copy
 import itertools
@@ -40,7 +40,7 @@ def with_engram(family):
 
 
 def served(engine, model, tokenizer=None):
-    """The stack of a model, as vLLM makes it of the config, with the model's weights; its glossary is read by a tokenizer."""
+    """The stack of a model as vLLM makes it of the config; its glossary is read by a tokenizer."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "vllm"
     stack = AutoModel.from_config(config).to(torch.float32).eval()
@@ -53,7 +53,7 @@ def served(engine, model, tokenizer=None):
 
 @torch.no_grad()
 def run_pass(engine, stack, tokens, parts):
-    """The hidden states of the tokens of one pass: for each part the number of a row, blocks, and the first and last position."""
+    """Hidden states of a pass; parts are a row's number, blocks, and first and last position."""
     engine.begin([part[1:] for part in parts])
     ids = torch.cat([tokens[row, first:end] for row, _, first, end in parts])
     positions = torch.cat([torch.arange(first, end) for *_, first, end in parts])
@@ -92,7 +92,7 @@ def test_parts_of_requests_are_computed_as_whole_ones(family, make, engine):
 
 
 def test_conversations_in_parts_are_computed_as_whole_ones(engine):
-    """Two turns, whose packs are of two entries and of the words before their names, which a request's earlier slots hold."""
+    """Two turns, with packs of two entries and of the words before their names."""
     tokenizer = chat_tokenizer()
     model = pack_model("llama", torch.float32, tokenizer=tokenizer)
     texts = [f"(Q) Is it {first} or\n{second}\n(A) So; no\n(Q) Or{'?' * 48}\n(A) Y" for first, second in ("#@", "@#")]

@@ -1,4 +1,4 @@
-"""What Transformers serves: models by the manager of `transformers serve`, texts of pipelines, and requests in one row."""
+"""What Transformers serves: `transformers serve`, pipelines, and requests in one row."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

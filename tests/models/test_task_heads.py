@@ -1,4 +1,4 @@
-"""Classifiers, reward models and finders of answers over stacks that host memory, with and without the package."""
+"""Task heads over stacks that host memory, with and without the package."""
 
 import re
 

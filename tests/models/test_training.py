@@ -1,4 +1,4 @@
-"""Laws of gradients over one table (cases.py), losses of routers in the loss of a model, and memories that draw what they read."""
+"""Laws of gradients over one table (cases.py), losses of routers, and memories that draw slots."""
 
 import inspect
 import itertools
@@ -179,7 +179,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, **how) -> float:
 
 
 def test_loss_adds_the_mean_of_each_memory_s_routers(native_family):
-    """tests/memory/test_router_losses.py has what a router tells; here each is asked again for what it read."""
+    """Each router is asked again for what it read; tests/memory has what one tells."""
     behind_layers = {"routing": "token", "site": "behind-layer"}
     memory = [chapter_entry(**COEFFICIENTS), chapter_entry("chapters-2", (0, 1, 2), **behind_layers, **COEFFICIENTS)]
     model = chapter_model(native_family, memory=memory).train()
@@ -244,7 +244,7 @@ def test_reentrant_activation_checkpointing_is_refused():
 
 
 def test_router_losses_are_shared_by_tokens_of_a_step():
-    """With `num_items_in_batch`, cross entropy is divided by the tokens of the step; a router's loss is its mean over tokens."""
+    """Cross entropy is divided by the tokens of the step; a router's loss is its mean over tokens."""
     model, labels = model_with().train(), labels_of(prompt(TOKENS))
     labels[1, :6] = -100
     for row, tokens in enumerate((6, 2)):
@@ -254,18 +254,15 @@ def test_router_losses_are_shared_by_tokens_of_a_step():
         assert output.loss.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_model_without_routers_takes_no_such_option_further():
-    model = upscaled_model("llama")
-    output = model(prompt(TOKENS), labels=prompt(TOKENS), output_router_logits=True)
-    assert output.loss.item() == pytest.approx(cross_entropy(output.logits, prompt(TOKENS)), rel=1e-5)
-    assert "router_logits" not in output
-
-
 def test_trainer_keeps_router_columns_and_no_router_outputs():
     model = model_with()
     names = set(inspect.signature(model.forward).parameters)
     assert {"input_ids", "labels", "token_mask", "output_router_logits"} <= names
     assert {*model.config.keys_to_ignore_at_inference} == {CACHE, "router_logits", "aux_loss"}
+    without = upscaled_model("llama")  # which takes no such option further
+    output = without(prompt(TOKENS), labels=prompt(TOKENS), output_router_logits=True)
+    assert output.loss.item() == pytest.approx(cross_entropy(output.logits, prompt(TOKENS)), rel=1e-5)
+    assert "router_logits" not in output
 
 
 def test_training_without_labels_warns_of_router_losses():

@@ -1,4 +1,4 @@
-"""Models with memory blocks, built in memory from a tiny base by copying tensors: no checkpoint, no upscaler."""
+"""Models with memory blocks, made of a tiny base by copying tensors: no checkpoint."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def donors(new_layers: tuple[int, ...], base_layers: int) -> list[tuple[int, bool]]:
-    """For each layer: the base layer it takes tensors from, which is the next one (or the last) for a block, and if it is one."""
+    """For each layer: the base layer it takes tensors from (blocks: the next one), and if it is a block."""
     layers = range(base_layers + len(new_layers))
     before = [sum(each not in new_layers for each in range(layer)) for layer in layers]
     return [(min(base, base_layers - 1), layer in new_layers) for layer, base in zip(layers, before, strict=True)]
@@ -28,7 +28,7 @@ def donors(new_layers: tuple[int, ...], base_layers: int) -> list[tuple[int, boo
 def memory_config(
     base: PreTrainedModel, new_layers: tuple[int, ...] = NEW_LAYERS, memory_type: str = "midus-hml", **options: Any
 ) -> Any:
-    """The config of `base` with blocks of one type of memory at `new_layers`; `options` are those of its entry."""
+    """The config of `base` with blocks of one type of memory at `new_layers`."""
     rows = donors(new_layers, base.config.num_hidden_layers)
     changes = {"num_hidden_layers": len(rows)}
     if getattr(base.config, "layer_types", None):

@@ -1,4 +1,4 @@
-"""vLLM itself, unmodified, on what upscaling writes: `make test-vllm`, which names a Python with vLLM in `VLLM_PYTHON`."""
+"""vLLM itself on what upscaling writes: `make test-vllm`, with its Python in `VLLM_PYTHON`."""
 
 import os
 import tempfile
@@ -98,7 +98,7 @@ def with_packs(base, folder):
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_packs_are_read_behind_names_and_nowhere_else(enforce_eager, bases, tmp_path):
-    """16 requests in one batch, of prompts that are computed in parts, and then again after prefixes that are known."""
+    """16 requests in one batch, computed in parts, and again after known prefixes."""
     folder, base = tmp_path / "model", bases("llama")
     with_packs(base, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

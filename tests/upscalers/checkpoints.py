@@ -36,7 +36,7 @@ def save_base(
     prefix: str = "model.",
     **changes: Any,
 ) -> Path:
-    """Save a tiny base, with these fields of its config; `prefix` is in front of the names of the decoder's tensors."""
+    """Save a tiny base, with changes of its config; `prefix` begins the names of its decoder's tensors."""
     model = tiny_model(family, dtype, **changes)
     model.save_pretrained(folder, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
     if prefix != "model.":
@@ -74,7 +74,7 @@ def edit_config(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 class Recorder(Progress):
-    """Remembers whether it was shown, warnings, and stages: name, steps announced, and steps told one after the other."""
+    """Remembers warnings, and stages: name, steps announced, and steps told."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []

@@ -61,7 +61,7 @@ def command(in_process) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def refused(tmp_path) -> Callable[..., None]:
-    """Check that a command failed with these words (or this regular expression) and left only these names, or at least no `out`."""
+    """Check that a command failed with these words (or regex) and left only these names."""
 
     def check(outcome: Outcome, message: str, left: Sequence[str] | None = ()) -> None:
         assert (outcome.status, outcome.out) == (2, ""), outcome.err
@@ -77,7 +77,7 @@ def refused(tmp_path) -> Callable[..., None]:
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path) -> Iterator[Hub]:
-    """An empty hub, which huggingface_hub's client in this process talks to; the working directory is the test's own."""
+    """An empty hub, which huggingface_hub's client in this process talks to."""
     made = Hub()
     set_client_factory(made.client)
     monkeypatch.setattr(constants, "ENDPOINT", made.address)

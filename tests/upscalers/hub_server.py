@@ -1,4 +1,4 @@
-"""A hub in this process: what huggingface_hub's client is answered when it downloads and uploads a model."""
+"""A hub in this process: answers to huggingface_hub's client."""
 
 import base64
 import hashlib
@@ -21,7 +21,7 @@ Files = dict[str, bytes]
 
 @dataclass
 class Repository:
-    """A model: files of its main branch and of its tags, how often it was committed to, and who may do what with it."""
+    """A model: files of its main branch and tags, its commits, and who may do what with it."""
 
     files: Files = field(default_factory=dict)
     commits: int = 0

@@ -1,4 +1,4 @@
-"""The table of methods: every kind of model that they make, small, for tests that all methods share, and requests to dense ones."""
+"""The table of methods: every kind of model that they make, small, and requests to dense ones."""
 
 import json
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ class Made:
 
 
 def memory_ids(model: Any) -> dict[str, torch.Tensor]:
-    """Return what a forward pass is given so that blocks are fetched, where the model has a bank of blocks."""
+    """Return what a forward pass needs to fetch blocks, where the model has a bank of blocks."""
     has_memory = model.config.to_dict().get("memory")
     return {"memory_ids": IDS} if has_memory and block_layouts(model.config.memories()) else {}
 

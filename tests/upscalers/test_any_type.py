@@ -1,4 +1,4 @@
-"""Methods on types that no table describes: what each computes and gives back, what layers a dense one makes, and refusals."""
+"""Methods on types that no table describes: what each computes, gives back and refuses."""
 
 import itertools
 import re
@@ -209,7 +209,7 @@ def test_fusion_of_different_layers_is_warned_of(shared_base, command, tmp_path)
 
 
 def test_layer_reading_earlier_layers_cannot_move(shared_base, tmp_path):
-    """Compare each layer with its source on the whole model, since no setting of a layer shows what else the layer reads."""
+    """On the whole model, since no setting of a layer shows what else the layer reads."""
     request = {"base": shared_base("zaya"), "method": "solar", "output": tmp_path / "out"}
     with pytest.raises(VerificationError, match=r"layer \d \(base \d.*\) computes differently than .* cannot move"):
         upscale(**request)

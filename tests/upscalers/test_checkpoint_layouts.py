@@ -66,7 +66,7 @@ def test_single_file_precedes_an_index_and_links_are_read(tmp_path):
 
 
 def store_the_head(base: Path, difference: float | None) -> dict[str, torch.Tensor]:
-    """Store the head of a tied checkpoint too, or only it, as removal of duplicates may; return the tensors as they are then."""
+    """Store the head of a tied checkpoint too, or only it; return the tensors as they are then."""
     tensors = read_tensors(base)
     (embedding,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
     head = tensors[embedding].clone() if difference is not None else tensors.pop(embedding)
@@ -169,7 +169,7 @@ EMBEDDING, PROJECTION = "model.embed_tokens_per_layer.weight", "model.per_layer_
 
 @pytest.fixture
 def gemma4(tmp_path):
-    """Save a tiny Gemma 4 with embeddings per layer and four layers that share keys and values; layers have scalars."""
+    """Save a tiny Gemma 4 with embeddings and scalars per layer, and four layers that share keys."""
     model = tiny_model(TYPE, **SHARED)
     for index, layer in enumerate(model.model.layers):
         layer.layer_scalar.fill_(1 + index / 8)
@@ -280,7 +280,7 @@ def expert(layer: int, number: int) -> str:
 
 @pytest.fixture(scope="module")
 def with_experts(tmp_path_factory) -> Path:
-    """A tiny Llama whose layers also hold experts, as a mixture of experts names them; no two tensors are alike."""
+    """A tiny Llama whose layers also hold experts; no two tensors are alike."""
     base = save_base(tmp_path_factory.mktemp("experts") / "base")
     experts = {expert(i, n): torch.full((2, 3), 10.0 * i + n) for i, n in itertools.product(range(4), range(4))}
     write_tensors(base, {**read_tensors(base), **experts, EXTRA: torch.full((2,), 99.0)})

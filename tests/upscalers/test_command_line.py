@@ -1,4 +1,4 @@
-"""The `upscale` command: options, configuration file, JSON, tables, exit statuses, and dry runs from only `config.json`."""
+"""The `upscale` command: options, configuration, JSON, tables, statuses, and dry runs."""
 
 import json
 import re
@@ -201,7 +201,7 @@ for line in sys.stdin:
 
 
 def without_torch(requests: list[list[str]]) -> list[tuple[int, str]]:
-    """Run words of the command line one after the other in a process that imports neither torch nor transformers."""
+    """Run command lines one after the other in a process without torch and transformers."""
     lines = "".join(json.dumps([*map(str, words)]) + "\n" for words in requests)
     done = subprocess.run([sys.executable, "-c", ALONE], input=lines, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The method engram: its layers, the numbers of its tokens, the n-grams of a corpus, and what it refuses."""
+"""The method engram: its layers, numbers of tokens, n-grams of a corpus, and refusals."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What holds for every kind of model that a method makes, whatever the family: tests of one method have only what is its own."""
+"""What holds for every kind of model that a method makes, on any family."""
 
 import itertools
 from collections.abc import Iterable
@@ -62,7 +62,7 @@ def made(kind, family, make) -> Made:
 
 
 def each_of(kinds: Iterable[str]) -> pytest.MarkDecorator:
-    """Return the parameters of a test: by default each kind with one family, the same one in all tests of this file."""
+    """Return parameters: by default each kind with one family, the same one in all tests."""
     kinds = list(kinds)
     once = [(kind, FAMILY_OF[kind]) for kind in kinds]
     return pytest.mark.parametrize(("kind", "family"), by_default(once, itertools.product(kinds, NATIVE_FAMILIES)))
@@ -80,7 +80,7 @@ of_all_tensors = each_of(
 
 
 def generated(folder: Path) -> tuple[torch.dtype, torch.Tensor]:
-    """Return the dtype of a model, and what it generates with its cache after a prompt longer than the window."""
+    """Return a model's dtype, and what it generates with its cache after a long prompt."""
     model, settings = load(folder), {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     return model.dtype, model.generate(prompt(), **settings, **memory_ids(model))
 
@@ -229,7 +229,7 @@ def test_second_method_keeps_what_the_first_trained(first, second, make, tmp_pat
 
 @pytest.mark.parametrize("kind", [kind for kind in (*PLAIN, "moda, reused") if kind not in REQUESTS])
 def test_verification_finds_nonzero_initial_values(kind, base, tmp_path, monkeypatch):
-    """Values may be too small for any tolerance; the model runs with blocks that are fetched, of a leaf's whole path."""
+    """Values may be too small for any tolerance, or in blocks that are fetched."""
 
     def not_zero(layout, level, index, seed, dtype):
         return torch.full((layout.record_numel(level),), 0.01 if (level, index) == (3, 26) else 0.0, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What is read of a model from only config.json: names, shapes and roles of tensors, and implied layer types."""
+"""What is read from config.json: names, shapes and roles of tensors, types of layers."""
 
 import json
 from dataclasses import replace
@@ -152,7 +152,7 @@ def test_published_configs_have_known_layouts(config):
 
 
 def test_type_is_never_read_as_another():
-    """SmolLM3 named `llama` loads, is verified, and is wrong: some of its layers have no rotary embeddings."""
+    """SmolLM3 named `llama` would load and be wrong: some of its layers do not rotate."""
     for model_type in ("smollm3", "llama4_text", "gemma", "ministral", "olmo3", "mixtral", "qwen3_moe"):
         family = family_of({"model_type": model_type})
         assert family.model_type == model_type and model_type not in MAIN_TYPES

@@ -1,4 +1,4 @@
-"""From the hub and to the hub, with huggingface_hub's own client: which revision, which files, who may write, and what is told."""
+"""From the hub and to it, with its own client: revisions, files, rights, and what is told."""
 
 import contextlib
 import json
@@ -69,7 +69,7 @@ def test_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path):
 
 
 def pushed(model, tmp_path):
-    """Upload a model from Python in two ways; yield the name of each repository, and the model loaded from it."""
+    """Upload a model from Python in two ways; yield each name, and the model loaded from it."""
     model.push_to_hub("me/pushed")
     model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/saved-and-pushed")
     for name in ("me/pushed", "me/saved-and-pushed"):
@@ -245,7 +245,7 @@ def test_wrong_revision_is_refused(two_revisions, bases, command, tmp_path, refu
 
 
 def test_one_copy_is_downloaded_index_first(hub, command, tmp_path):
-    """Of a sharded base as some publish it: next to it the same weights in other layouts, and whatever a tokenizer needs."""
+    """Of a sharded base with the same weights in other layouts, and files of its tokenizer."""
     folder, index = save_base(tmp_path / "mistral", "mistral", max_shard_size="60KB"), "model.safetensors.index.json"
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     for name in (*OF_THE_MODEL, *SECOND_COPIES):

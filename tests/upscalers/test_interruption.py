@@ -1,4 +1,4 @@
-"""A run that is killed at any moment leaves the old output, the new one or none, and the next run succeeds."""
+"""A killed run leaves the old output, the new one or none, and the next run succeeds."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ def upscaled(base, output, **request):
 
 
 def killed(work) -> None:
-    """Do `work` in a child process, from here on, as fast as if it had everything imported; it must be killed."""
+    """Do `work` in a child process from here on; it must be killed."""
     if not (child := os.fork()):
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -68,7 +68,7 @@ def test_kill_while_writing_does_not_block_the_next_run(tiny_bases, tmp_path, fi
 
 @pytest.mark.parametrize("step", range(2))
 def test_kill_before_a_rename_leaves_old_output_or_none(tiny_bases, tmp_path, step):
-    """The old output is moved aside, and the new one takes its place; what was moved aside goes when another does."""
+    """The old output is moved aside, then the new one takes its place."""
     (first, old), (second, new) = tiny_bases
     output = tmp_path / "out"
     upscaled(first, output)

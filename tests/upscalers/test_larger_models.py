@@ -1,4 +1,4 @@
-"""Language models within models that read pictures: changed in place, while everything else is carried byte for byte."""
+"""Language models within models that read pictures: all else is carried byte for byte."""
 
 import itertools
 import json

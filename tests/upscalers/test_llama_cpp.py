@@ -1,4 +1,4 @@
-"""Results of dense methods as GGUF: llama.cpp's converter takes the folders, and llama.cpp computes what Transformers does."""
+"""Results of dense methods as GGUF: llama.cpp computes what Transformers does."""
 
 import subprocess
 import sys
@@ -76,7 +76,7 @@ def converted(folder: Path) -> Path:
 
 
 def computed_by_llama_cpp(path: Path, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """Return the logits `[T, V]` of a prompt of T tokens and the tokens that follow greedily, with a cache in float32."""
+    """Return the logits `[T, V]` of a prompt of T tokens, and the tokens that follow greedily."""
     from llama_cpp import GGML_TYPE_F32, Llama
 
     cache = {"type_k": GGML_TYPE_F32, "type_v": GGML_TYPE_F32}

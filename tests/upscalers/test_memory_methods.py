@@ -1,4 +1,4 @@
-"""What single memory methods have of their own: layers, donors, remarks, banks of blocks; `test_every_method` has what all share."""
+"""What single memory methods have of their own: layers, donors, remarks, banks of blocks."""
 
 import shutil
 
@@ -166,7 +166,7 @@ def test_trainable_counts_banks_of_the_base(base, tmp_path):
 
 
 def test_seed_and_memory_decide_initial_blocks(base, tmp_path):
-    """Two that start alike have equal gradients for ever: the second would learn nothing that the first does not."""
+    """Two that start alike would have equal gradients for ever."""
     blocks = []
     for number, seed in enumerate((0, 0, 7)):
         folder = unverified(base, tmp_path / str(number), method="hier-kv", options=SMALL_TREE, seed=seed)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: each ends in a clear refusal, or in a result that computes what its base computes."""
+"""Damaged checkpoints are refused, or upscaled to what their base computes."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The output folder appears whole, replaces only what is ours and on request, and belongs to one run, which tells its stages."""
+"""The output folder appears whole, replaces only what is ours on request, and has one run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A memory with a bank is its folder and its method: what handles checkpoints takes every bank along, and knows none."""
+"""A memory with a bank is its folder and its method: all else takes every bank along."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The method packs: a glossary next to the weights, what it may hold, edits of its entries, and texts that must stay."""
+"""The method packs: what a glossary may hold, edits of its entries, and protected texts."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The layer plan: where new layers stand (MIDUS, appendix D), how many by default, and what a config says of single layers."""
+"""The layer plan: places and number of new layers, and what a config says of single layers."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an output says of itself, in config, record and card, and what comes along from the base, its tokenizer too."""
+"""What an output says of itself, and what comes along from the base, its tokenizer too."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Requests that make no sense, by method: status 2, one line with value, expectation and remedy, and nothing written."""
+"""Wrong requests, by method: status 2, one line with value and remedy, nothing written."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The container and the writer: what the library writes is read and the other way round, and recipes give what they say."""
+"""The container and the writer: what the library reads and writes, and what recipes say."""
 
 import json
 import os

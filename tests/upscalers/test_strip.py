@@ -1,4 +1,4 @@
-"""`strip` gives the base back, byte for byte, and says whether it is the base, by a digest in the config."""
+"""`strip` gives the base back, byte for byte, and says by a digest whether it is the base."""
 
 import json
 

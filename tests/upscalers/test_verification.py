@@ -1,4 +1,4 @@
-"""Verification finds methods that lie, by recipes or results, and leaves nothing; its models are read module by module."""
+"""Verification finds methods that lie, and leaves nothing; its models are read by module."""
 
 import dataclasses
 import json
@@ -330,7 +330,7 @@ def synthetic(folder, num_layers):
 
 
 def upscaled(tmp_path, num_layers, verify):
-    """The report of a run in a process of its own, whose peak is not that of the tests; whatever it wrote is deleted."""
+    """The report of a run in a process of its own; whatever it wrote is deleted."""
     base = synthetic(tmp_path / f"base-{num_layers}", num_layers)
     words = ("--method", "midus-hml", "--output", tmp_path / "out", "--num-new-layers", 2, "--json", verify)
     done = run_warm(COMMAND, "--base", base, *words)

@@ -1,4 +1,4 @@
-"""LESA predicts layers that can be predicted, and says where they cannot be; its basis is a singular value decomposition."""
+"""LESA predicts layers that can be predicted, says where they cannot be, and has an SVD as basis."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""What new layers of dense methods are made of, layers, types and numbers against float64, and how they begin as the identity."""
+"""What new layers of dense methods are made of, and how they begin as the identity."""
 
 import re
 from pathlib import Path
@@ -121,7 +121,7 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_la
     ("gemma2", {"layer_types": [F, S, S, S]}, "llama-pro", None),
 ])  # fmt: skip
 def test_index_that_no_longer_implies_types_is_warned_of(family, changes, method, moved, tmp_path):
-    """A runtime that goes by the index reads no model with memory, and misreads a base that lists other types already."""
+    """A runtime that goes by the index reads no memory, and misreads other types already."""
     progress, base = Recorder(), save_base(tmp_path / "base", family, **changes)
     upscale(base=base, method=method, options=SMALL.get(method, {}), progress=progress, dry_run=True)
     warned = [warning for warning in progress.warnings if "another attention type" in warning]
@@ -149,7 +149,7 @@ def test_recipes_add_half_as_many_layers(name, tmp_path):
 
 
 def coarsen(tensor):
-    """Round to multiples of 2**-9: means of two are exact in float32, so that a formula in float64 has the same bits."""
+    """Round to multiples of 2**-9, so that means of two are exact in float32."""
     return ((tensor.double() * 512).round() / 512).to(tensor.dtype)
 
 

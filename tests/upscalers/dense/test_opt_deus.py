@@ -1,4 +1,4 @@
-"""OpT-DeUS makes the blocks of its definition, written out plainly here, by plans that are those of a loop."""
+"""OpT-DeUS makes the blocks of its definition, by plans that are those of a loop."""
 
 import math
 import re
@@ -255,7 +255,7 @@ REGULARIZATION = 0.06
 
 
 def plan_by_loop(source: torch.Tensor, target: torch.Tensor, reg: float, iterations: int = 5000) -> torch.Tensor:
-    """The plan [n, m] of least `<T, M> + reg sum T log T` with uniform marginals, M the distances between rows, in the log domain."""
+    """The plan [n, m] of least `<T, M> + reg sum T log T`, uniform, in the log domain."""
     cost = (source.double()[:, None] - target.double()[None]).square().sum(-1).sqrt()
     n, m = cost.shape
     f = cost.new_zeros(n)

@@ -15,7 +15,7 @@ def chapters(in_process):
 
 @pytest.fixture
 def edited(chapters, tmp_path):
-    """Run a command that edits a model, and give the folder that it wrote: `out`, unless another name is given."""
+    """Run a command that edits a model, and give the folder that it wrote."""
 
     def run(verb: str, model: Path, *words: object, output: str = "out") -> Path:
         done = chapters(verb, model, *words, "--output", tmp_path / output)

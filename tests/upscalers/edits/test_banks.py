@@ -1,4 +1,4 @@
-"""`midus edit blocks` and `midus edit delete`: blocks are listed and deleted, in every bank; all else stays the same bytes."""
+"""`midus edit blocks` and `delete`: in every bank; all else stays the same bytes."""
 
 import json
 import shutil
@@ -141,7 +141,7 @@ def test_deletion_covers_every_bank(upscaled, tmp_path, run, chapters):
 
 @pytest.fixture(scope="module")
 def with_trees(upscaled, tmp_path_factory):
-    """The models of `upscaled` with a tree in each of their banks, whose fingerprint the banks have, and two to refuse."""
+    """The models of `upscaled` with a tree in each of their banks, and two to refuse."""
     folder, tree = tmp_path_factory.mktemp("trees"), random_tree(3, 2, min_similarity=0.1)
     tree.save(folder / "tree")
     for model, names in (("one", NAMES[:1]), ("two", NAMES)):

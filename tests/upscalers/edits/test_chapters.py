@@ -1,4 +1,4 @@
-"""`midus edit` of chapters: what it lists, which rows it changes and no other byte, what it records, what models then compute."""
+"""Edits of chapters and shuffles: which rows they change and no other byte, and what they record."""
 
 import re
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "la
 
 
 def save_chapters(folder, dtype=torch.float32, sharded=False, prefix="model.", names=("chapters",), **changes) -> Path:
-    """Attach memories with random values to a tiny Llama, `FOLDER-base`; of several, the last is new and others are the base's."""
+    """Attach memories with random values to a tiny Llama, `FOLDER-base`; only the last one is new."""
     base = save_base(folder.with_name(f"{folder.name}-base"), dtype=dtype, prefix=prefix)
     (base / "tokenizer.json").write_text("a tokenizer")
     request = {"options": {**OPTIONS, **changes}, "max_shard_size": "40KB" if sharded else "5GB", "verify": False}
@@ -233,7 +233,7 @@ SOME = {**OPTIONS, "chunk_size": 4, "layers": [0, 2, 3]}
 
 
 def acting(folder, **changes):
-    """Return the folder of a model whose memories have values, of float64, in which a sum in another order differs by little."""
+    """Return the folder of a model whose memories have values, in float64."""
     base = save_base(folder / "base", dtype=torch.float64)
     upscale(base=base, method="moc", options={**SOME, **changes}, output=folder / "model", verify=False)
     give_values(folder / "model")
