@@ -114,7 +114,7 @@ SESSIONS = {
         "--save_steps 100": "--save_steps 1",
         "CHATS.jsonl": "instructions.jsonl --max_steps 2 --max_length 64 --per_device_train_batch_size 2",
         'gateway?"': 'gateway?" --max-new-tokens 2', 'listen on?"\n': 'listen on?" --max-new-tokens 2\n',
-        "--base BASE": "--base base",
+        "--base BASE": "--base base", "PACKAGE": "json",
     }, models={"pretrained": "midus-hml"}),
     "docs/trainer.md": Session({
         "--max_steps 50": "--max_steps 2 --sequence_length 32 --use_cpu true --report_to none", "chats.jsonl": "instructions.jsonl",
