@@ -144,6 +144,13 @@ def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:
     return Plan(tuple(layers), num_base_layers)
 
 
+def spell_placement(placement: str | int | Sequence[int] | None) -> str | None:
+    """Return a placement as its name, or its indices joined by commas."""
+    if isinstance(placement, str | None):
+        return placement
+    return ",".join(map(str, [placement] if isinstance(placement, int) else placement))
+
+
 def place(placement: str, num_layers: int, num_new_layers: int | None) -> list[int]:
     """Return indices of new layers in the upscaled model, by a policy's name or indices joined by commas."""
     if placement.replace(",", "").replace("-", "").replace(" ", "").isdigit():

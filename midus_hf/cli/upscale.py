@@ -38,7 +38,7 @@ Overwrite = Annotated[bool, _OVERWRITE]
 
 @dataclasses.dataclass
 class RunRequest:
-    """Keys of a YAML file: the arguments of `upscalers.upscale`; `placement` may be one index too."""
+    """Keys of a YAML file: the arguments of `upscalers.upscale`."""
 
     base: str | None = None
     method: str | None = None
@@ -118,8 +118,6 @@ def run(
     arguments["options"] = {**(arguments.get("options") or {}), **read_settings(set_ or [])}
     if corpus is not None:
         _take_corpus(arguments, corpus, set_ or [])
-    if isinstance(arguments.get("placement"), int):
-        arguments["placement"] = [arguments["placement"]]
     for needed in ("base", "method"):
         if not arguments.get(needed):
             raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")

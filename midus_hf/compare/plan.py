@@ -23,6 +23,7 @@ from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.methods.contract import get_method
 from upscalers.methods.memory_methods import HostedMemoryMethod
+from upscalers.plan import spell_placement
 from upscalers.request import parse_options
 from upscalers.runs.upscale import upscale
 
@@ -271,11 +272,10 @@ def _has_values(kind: type[MemoryOptions]) -> bool:
 
 def _find_memory(base: str, keys: Mapping[str, Any]) -> tuple[list[type[MemoryOptions]], dict[str, Change]]:
     """Return the options' class of the memory that upscaling adds, in a list, and its null controls by name."""
-    method_class, placement = get_method(keys["method"]), keys.get("placement")
+    method_class, placement = get_method(keys["method"]), spell_placement(keys.get("placement"))
     if not issubclass(method_class, HostedMemoryMethod):
         return [], {}
     method = method_class(parse_options(method_class.options_class, keys.get("options") or {}, method_class.name))
-    placement = placement if isinstance(placement, str | None) else ",".join(map(str, placement))
     with resolve_source(base, config_only=True) as source:
         opened = open_base(source.folder, needs_weights=False)
         memory = method.entry(opened, method.plan(opened, keys.get("num_new_layers"), placement))

@@ -61,9 +61,15 @@ def test_config_file_values_are_read_or_refused(command, base, tmp_path, refused
         path.write_bytes(text.encode("latin-1"))
         words = ("--base", base, "--method", "midus-hml", "--dry-run", "--config", path)
         refused(command(*words), message, ["request.yaml"])
-    for key, value, message in (("seed", 1.5, "1.5; expected an integer"), ("placement", [], "'' is unknown")):
+    wrong = (
+        ("seed", 1.5, "1.5; expected an integer"),
+        ("placement", [], "'' is unknown"),
+        ("placement", True, "'True' is unknown"),
+    )
+    for key, value, message in wrong:
         with pytest.raises(ValueError, match=f"{key}.* {message}"):
             upscale(base=base, method="midus-hml", dry_run=True, **{key: value})
+    assert upscale(base=base, method="midus-hml", placement=1, dry_run=True).new_layer_indices == [1]
 
 
 @pytest.mark.parametrize("words", ["--dry-run", "--seed 5", "--no-verify", "--set n=4"])

@@ -23,6 +23,7 @@ from upscalers.checkpoint.source import (
     total_bank_bytes,
 )
 from upscalers.methods.contract import Method, get_method
+from upscalers.plan import spell_placement
 from upscalers.record.provenance import Bytes, Identity, PushError, UpscaleReport
 from upscalers.request import Progress, check_seed, one_line, parse_options, show_progress
 from upscalers.runs.job import Job
@@ -38,7 +39,7 @@ def upscale(
     method: str,
     output: str | Path | None = None,
     num_new_layers: int | None = None,
-    placement: str | Sequence[int] | None = None,
+    placement: str | int | Sequence[int] | None = None,
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
     dtype: str = "auto",
@@ -59,7 +60,7 @@ def upscale(
         output: The folder to make; needed unless `dry_run`. Default: None.
         num_new_layers: K, number of new layers. Default: half the layers of the base, or the nearest number that the placement
             allows.
-        placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, or indices, `"1,4,7"` or `[1, 4, 7]`. Default: the
+        placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, or indices, `"1,4,7"`, `[1, 4, 7]` or `4`. Default: the
             method's.
         options: The method's options. Default: none.
         seed: Random seed. Default: 0.
@@ -91,8 +92,7 @@ def upscale(
     check_seed(seed)
     if base == "":
         raise RequestError("base is ''; expected a folder or a hub id.")
-    if placement is not None and not isinstance(placement, str):
-        placement = ",".join(map(str, placement))
+    placement = spell_placement(placement)
     max_shard_bytes = parse_size(max_shard_size)
     if output is None and not dry_run:
         raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
