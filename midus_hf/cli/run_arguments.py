@@ -21,12 +21,12 @@ from midus_hf.config.errors import RequestError, is_main_process, print_note
 from midus_hf.config.options import alternatives_of
 from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
 from midus_hf.sources.names import saved_config
-from midus_hf.training.keys import ENOUGH_STEPS, short_run_rates, trains_new_parts
+from midus_hf.training.keys import ENOUGH_STEPS, NEW_RATE, short_run_rates, trains_new_parts
 
 _SHORT_NAMES = {"model": "model_name_or_path", "output": "output_dir"}
 
-# Rates of a run without a recipe.
-_RATES = {"new": short_run_rates(1e-3), "all": {"learning_rate": 1e-4}}
+# The rate of values in a run without a recipe, if the rate of the rest is given.
+_VALUE_RATE = short_run_rates(NEW_RATE)["value_learning_rate"]
 
 _NOT_GIVEN = object()
 
@@ -93,21 +93,33 @@ def _not_a_key(name: str, known: Iterable[str]) -> str:
 
 def _short_run(arguments_class: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
     recorded = (record_of(saved_config(str(keys.get("model_name_or_path")))) or UpscaleRecord()).trainable
-    rates = _RATES["new" if trains_new_parts(keys, recorded) else "all"]
-    chosen = {**_short_run_keys(arguments_class), **rates}
+    chosen = _short_run_keys(arguments_class)
+    if keys.get("learning_rate") is not None:
+        del chosen["learning_rate"]
+        if trains_new_parts(keys, recorded):
+            chosen["value_learning_rate"] = _VALUE_RATE
     if keys.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
         del chosen["num_train_epochs"]
-    later = f"3 (more for fewer than {ENOUGH_STEPS} steps)"
-    short_run = {key: later if value is None else f"{value:g}" for key, value in chosen.items() if key not in keys}
-    if short_run and is_main_process():
-        print(f"for a short run: {', '.join(f'{key}={value}' for key, value in short_run.items())}", file=sys.stderr)
+    if keys.get("eval_text") is not None:  # which is measured in place of a share
+        del chosen["eval_share"]
+        chosen["eval_on_start"] = True
+    later = {"num_train_epochs": f"3 (more for fewer than {ENOUGH_STEPS} steps)", "learning_rate": "measured"}
+    told = {key: later[key] if value is None else value for key, value in chosen.items() if key not in keys}
+    if told and is_main_process():
+        print(f"for a short run: {', '.join(f'{key}={value}' for key, value in told.items())}", file=sys.stderr)
     return chosen
 
 
 def _short_run_keys(arguments_class: Any) -> dict[str, Any]:
     epochs = 3 if arguments_class.command == "sft" else None  # which the run chooses by the number of its sequences
     sizes = {arguments_class.length_key: 256, "num_train_epochs": epochs}
-    return {**sizes, "per_device_train_batch_size": 4, "logging_steps": 0.05}
+    return {
+        **sizes,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 0.05,
+        "eval_share": 0.05,
+        "learning_rate": None,
+    }
 
 
 class RunParser(HfArgumentParser):
@@ -138,7 +150,9 @@ class RunParser(HfArgumentParser):
         short_run = {
             key: "null" if value is None else value for key, value in _short_run_keys(arguments_class).items()
         }
-        short_run |= {key: f"{rate:g} if only new parameters or adapters train" for key, rate in _RATES["new"].items()}
+        short_run["value_learning_rate"] = (
+            f"measured with learning_rate; {_VALUE_RATE:g} if that is given and only new parameters or adapters train"
+        )
         for key in described.keys() & short_run.keys():
             described[key] += f" Without a recipe: {short_run[key]}."
         for action in self._actions:

@@ -31,6 +31,10 @@ _TEXTS_A_BATCH = 1000
 DROPPED_SHARE = 0.01
 
 
+class TooFewTokensError(RequestError):
+    """Error for texts that fill no sequence."""
+
+
 class PackedTexts(NamedTuple):
     """Sequences, the numbers of tokens of texts and of dropped ones, and whether a sequence is padded."""
 
@@ -70,7 +74,7 @@ def packed_sequences(
     packer, count = Packer(sequence_length, documents_apart, beginning), int(lengths.sum())
     packed = _mapped(tokens, packer, packer.columns, [packer], desc="packing")
     if not len(packed):
-        raise RequestError(too_few_tokens(key, count, sequence_length))
+        raise TooFewTokensError(too_few_tokens(key, count, sequence_length))
     dropped, _ = _remainder(lengths, sequence_length, len(beginning))
     last = None
     if dropped > DROPPED_SHARE * count:

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from midus_hf.config.errors import RequestError, first_few, no_column, print_note
 from midus_hf.data.corpus import STREAMED_FILE_COLUMN, TREE_COLUMN, DocumentPaths, convert_read_errors, stream_files
+from midus_hf.data.held_out import belongs_to_share
 from midus_hf.data.packing import DROPPED_SHARE, Packer, beginning_within, tokenise, too_few_tokens
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class StreamedSequences(IterableDataset):
         shuffle_buffer: Number of sequences from which the next is drawn; with 0 they come in order.
         seed: Seed of the draws, or several numbers.
         rank: Number of this process of `world_size`; `split_dataset_by_node` divides files if all get as many, else texts.
+        held_out_share: Share of the texts that are left out, by `belongs_to_share`.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class StreamedSequences(IterableDataset):
         seed: int | list[int] = 0,
         rank: int = 0,
         world_size: int = 1,
+        held_out_share: float = 0.0,
     ):
+        self._held_out_share = held_out_share
         self.key, self._sequence_length, self._shuffle_buffer = key, sequence_length, max(1, shuffle_buffer)
         self.tree: str | None = None  # fingerprint of the tree that the paths name
         names, self._files_on_disk = stream_files(texts)
@@ -114,6 +118,12 @@ class StreamedSequences(IterableDataset):
             place = self._generator.integers(min(len(self._rows), self._shuffle_buffer))
             self._rows[0], self._rows[place] = self._rows[place], self._rows[0]
             yield {name: values.tolist() for name, values in self._rows.pop(0).items()}
+
+    def first_rows(self, count: int) -> list[dict[str, list[int]]]:
+        """Return the first sequences that have been read; the stream goes on as without this call."""
+        while not self._counts["has_ended"] and len(self._rows) < count:
+            self._read_on()
+        return [{name: values.tolist() for name, values in row.items()} for row in self._rows[:count]]
 
     def save(self, path: Path) -> None:
         packers = [[leaf, each.path, each.place, len(each.pieces)] for leaf, each in self._packers.items()]
@@ -220,6 +230,8 @@ class StreamedSequences(IterableDataset):
         kept = [place for place, text in enumerate(texts) if text and text.strip()]
         self._note_blank(batch, sorted({*range(len(texts))} - {*kept}))
         counts["blank"] += len(texts) - len(kept)
+        if self._held_out_share:
+            kept = [place for place in kept if not belongs_to_share(texts[place], self._held_out_share)]
         if kept:
             tokens = self._tokenise([texts[place] for place in kept])["input_ids"]
             counts["tokens"] += sum(map(len, tokens))

@@ -53,6 +53,8 @@ class MemoryArguments(ModelKeys):
             self.gradient_checkpointing_kwargs = self.activation_checkpointing_kwargs
         if isinstance(self.protect, str):
             self.protect = [self.protect]
+        if self.eval_share:
+            self.eval_on_start = True
         Rates.__post_init__(self)
         self._check_keys()
         if self.config_name is not None and self.trainable == "auto":
@@ -79,6 +81,10 @@ class MemoryArguments(ModelKeys):
             number = getattr(self, key, None)
             if isinstance(number, int | float) and not is_right(number):
                 raise RequestError(f"{key} is {number!r}; expected {expected}.")
+        if self.eval_share and self.eval_text is not None:
+            raise RequestError(
+                f"eval_share is {self.eval_share:g}, and eval_text is {self.eval_text!r}; expected one of them. Leave one out."
+            )
         if self.base_kl and getattr(self, "use_liger_kernel", False):
             raise RequestError(
                 f"base_kl is {self.base_kl:g}, and use_liger_kernel is true, with which a step has no logits; expected one of them."
@@ -182,6 +188,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "shuffle_buffer": (lambda rows: rows >= 0, "at least 0"),
     "generic_share": (lambda share: 0 <= share <= 1, "a share from 0 to 1"),
     "base_kl": (lambda weight: 0 <= weight < math.inf, "a finite number, at least 0"),
+    "eval_share": (lambda share: 0 <= share < 1, "a share from 0 to below 1"),
 }
 # Optimizers that choose the parameters of their groups themselves.
 _OWN_GROUPS = re.compile(r"(galore|apollo)_.*|(ada)?lomo")
@@ -210,8 +217,8 @@ class TrainArguments(TrainKeys, MemoryArguments, TrainingArguments):
                 "tree out, or give the column."
             )
         for key in ("eval_strategy", "eval_steps"):
-            if (value := getattr(self, key)) not in (None, "no") and self.eval_text is None:
-                raise RequestError(f"{key} is {value!r}, which needs eval_text; set both or neither.")
+            if (value := getattr(self, key)) not in (None, "no") and self.eval_text is None and not self.eval_share:
+                raise RequestError(f"{key} is {value!r}, which needs eval_text or eval_share; set both or neither.")
         super().__post_init__()
         if self.streaming:
             batches: Any = self.accelerator_config

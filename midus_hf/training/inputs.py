@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,7 +20,15 @@ from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
 from midus_hf.config.errors import RequestError, as_request_error, install_extra, print_note
 from midus_hf.data.corpus import TREE_COLUMN, read_corpus, read_rows
-from midus_hf.data.packing import PackedTexts, checked_paths, leaf_sequences, packed_sequences
+from midus_hf.data.held_out import (
+    MEASURED_SHARE,
+    MIN_MEASURED,
+    choose_measured,
+    note_nothing_held_out,
+    read_held_out_rows,
+    split_held_out,
+)
+from midus_hf.data.packing import PackedTexts, TooFewTokensError, checked_paths, leaf_sequences, packed_sequences
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.files.checkpoint_files import (
     ACCOMPANYING,
@@ -40,6 +49,7 @@ from midus_hf.models.host import MemoryConfig
 from midus_hf.models.saved_models import check_no_missing_tensors, load_model
 from midus_hf.sources.tokenizers import load_tokenizer
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
+from midus_hf.training.keys import ENOUGH_STEPS
 from midus_hf.training.optim import resolve_trainable
 from midus_hf.training.output import new_card
 
@@ -141,7 +151,10 @@ def load_unsharded() -> Iterator[None]:
 
 
 class RunTexts(NamedTuple):
-    """Training rows, held-out texts as a Trainer takes them, a phrase on what is read, the paths' tree."""
+    """Training rows, held-out texts as a Trainer takes them, a phrase on what is read, the paths' tree.
+
+    `held_out` is None if nothing is measured.
+    """
 
     train: Any
     held_out: Any
@@ -178,6 +191,7 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
 
     depth = max((max(layout.levels) for layout in banks.values()), default=None)
     train: Any
+    share, measured = arguments.eval_share, None
     corpus = arguments.corpus or []
     named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
     if arguments.streaming:
@@ -189,15 +203,74 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
         # No other process shuffles its texts in the same way.
         seed = [arguments.seed if arguments.data_seed is None else arguments.data_seed, arguments.process_index]
         settings |= {"shuffle_buffer": arguments.shuffle_buffer, "seed": seed}
-        settings |= {"rank": arguments.process_index, "world_size": arguments.world_size}
+        settings |= {"rank": arguments.process_index, "world_size": arguments.world_size, "held_out_share": share}
+        if share:
+            measured = _pack_held_out_of_stream(read_rows("corpus", corpus, columns=columns, **named), arguments, pack)
         train = StreamedSequences(read_rows("corpus", corpus, columns=columns, **named), tokenizer, length, **settings)
         order = f"drawn from {arguments.shuffle_buffer:,}" if arguments.shuffle_buffer else "in order"
         reads, tree = f"corpus: a stream of sequences of {length:,}, {order}", train.tree
     else:
-        packed, tree = pack("corpus", read_corpus(corpus, text_column=arguments.text_column, **named))
+        rows = read_corpus(corpus, text_column=arguments.text_column, **named)
+        if share:
+            rows, measured = _pack_held_out(rows, arguments, pack)
+        packed, tree = pack("corpus", rows)
         train, reads = packed.sequences, f"corpus: {packed.phrase(length)}"
+        if measured is not None:
+            measured = choose_measured(measured, planned_steps(arguments, len(train)) * arguments.sequences_per_step)
     held_out = read_held_out(arguments, arguments.text_column, length, lambda key, rows: pack(key, rows)[0])
-    return RunTexts(train, held_out, reads, tree)
+    return RunTexts(train, held_out if measured is None else measured, reads, tree)
+
+
+def planned_epochs(arguments: Any, num_sequences: int) -> float:
+    """Return the passes of a run over its sequences; a short run takes at least `ENOUGH_STEPS` steps."""
+    if arguments.num_train_epochs is not None:
+        return arguments.num_train_epochs
+    return max(3, math.ceil(ENOUGH_STEPS / math.ceil(num_sequences / arguments.sequences_per_step)))
+
+
+def planned_steps(arguments: Any, num_sequences: int) -> int:
+    """Return the number of optimizer steps of a run over so many sequences."""
+    if arguments.max_steps > 0:
+        return arguments.max_steps
+    per_epoch = max(1, num_sequences // arguments.sequences_per_step)
+    return math.ceil(planned_epochs(arguments, num_sequences) * per_epoch)
+
+
+def _pack_held_out(rows: Any, arguments: Any, pack: Callable[[str, Any], Any]) -> tuple[Any, Any]:
+    """Return a corpus without the documents that are held out, and these packed; None if they are too few."""
+    train, held_out = split_held_out(rows, arguments.eval_share, [arguments.text_column])
+    try:
+        if not len(train) or not len(held_out):
+            raise TooFewTokensError
+        pack("corpus", train)
+        sequences = pack("corpus", held_out)[0].sequences
+    except TooFewTokensError:
+        note_nothing_held_out("corpus", len(rows), arguments.eval_share, "documents")
+        return rows, None
+    if arguments.process_index == 0:
+        print(f"corpus: {len(held_out):,} of {len(rows):,} documents are held out, to measure what is learned")
+    return train, sequences
+
+
+def _pack_held_out_of_stream(stream: Any, arguments: Any, pack: Callable[[str, Any], Any]) -> Any:
+    """Return a stream's first held-out documents as sequences; None if they are too few."""
+    from datasets import Dataset
+
+    count = max(MIN_MEASURED, round(MEASURED_SHARE * arguments.max_steps * arguments.sequences_per_step))
+    tokens = count * arguments.sequence_length
+    rows = read_held_out_rows(stream, arguments.eval_share, arguments.text_column, tokens)
+    try:
+        if not rows:
+            raise TooFewTokensError
+        sequences = pack("corpus", Dataset.from_list(rows))[0].sequences
+    except TooFewTokensError:
+        note_nothing_held_out("corpus", len(rows), arguments.eval_share, "documents held out")
+        return None
+    if arguments.process_index == 0:
+        print(
+            f"corpus: {arguments.eval_share:.0%} of the documents are held out, and the first measure what is learned"
+        )
+    return sequences.select(range(min(count, len(sequences))))
 
 
 def read_held_out(

@@ -10,6 +10,9 @@ from midus_hf.config.errors import RequestError
 # Steps that a warning about fewer recommends, and that a short run takes at least.
 ENOUGH_STEPS = 100
 
+# Rate of new parts, of adapters, and of what has no gradient before its first step, where none is measured.
+NEW_RATE = 1e-3
+
 _FLAG = {"nargs": "?", "const": True}
 ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
 MemoryKeys = Literal["constant", "weights"]
@@ -37,11 +40,14 @@ class Rates:
     """Learning rate and weight decay of each kind of tensor.
 
     Args:
-        learning_rate: Maximum rate of everything without a separate rate. Default: 1e-4.
+        learning_rate: Maximum rate of everything without a separate rate. Null: a run measures one that fits model, method and text
+            (`midus_hf/training/rates.py`), and those of values and gains. Default: 1e-4.
         memory_learning_rate: Maximum rate of a memory's projections, norms, routers, gates and transforms; follows the schedule.
             Default: `learning_rate`.
         key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
         value_learning_rate: Rate of memory values only. Default: `key_value_learning_rate`.
+        gain_learning_rate: Maximum rate of gains of norms that start at zero in new layers, times the root mean square of the gains
+            that they are added next to, which `upscale` records; follows the schedule. Default: `learning_rate`, without the factor.
         value_schedule: Schedule of the rate of values. `"constant"`: as for keys (MIDUS). `"fixed"`: with warm-up and schedule
             (Memory Layers at Scale, Mixture of Chapters). `"4x-to-1x"`: `"fixed"` times a factor that falls linearly from 4 to 1 in
             the first quarter of the steps (UltraMemV2, appendix E.6: 350 billion of 1.4 trillion tokens). Default: `"constant"` for
@@ -52,10 +58,11 @@ class Rates:
         value_weight_decay: Decay of memory values. Default: 0.
     """
 
-    learning_rate: float = 1e-4
+    learning_rate: float | None = 1e-4
     memory_learning_rate: float | None = None
     key_value_learning_rate: float | None = None
     value_learning_rate: float | None = None
+    gain_learning_rate: float | None = None
     value_schedule: ValueSchedule | None = None
     memory_keys: MemoryKeys = "constant"
     weight_decay: float = 0.0
@@ -106,6 +113,8 @@ class ModelKeys(Rates):
             Default: none.
         eval_text: Held-out text as `corpus`, or a mapping from names to several texts, which `eval_strategy` measures as packed
             sequences: `eval_loss` in nats per token, and `eval_perplexity`. Default: none.
+        eval_share: Share of the documents or chats that are held out of training, chosen by the SHA-256 of their text, and measured
+            before the first step and after the last. Default: 0.
         bf16: Compute in bfloat16, with trained parameters in float32; otherwise in float32. Default: true if the device computes
             bfloat16; a line says which.
         activation_checkpointing: Recompute activations in the backward pass instead of storing them. Default: false.
@@ -144,6 +153,7 @@ class ModelKeys(Rates):
     base_kl: float = 0.0
     protect: list[str] | str | None = dataclasses.field(default=None, metadata={"nargs": "+"})
     eval_text: dict[str, str] | str | None = None
+    eval_share: float = 0.0
     bf16: bool | None = dataclasses.field(default=None, metadata=_FLAG)
     activation_checkpointing: bool | None = dataclasses.field(default=None, metadata=_FLAG)
     activation_checkpointing_kwargs: dict[str, Any] | str | None = None

@@ -213,17 +213,20 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
 
     Returns:
         Groups with `params`, `name`, `lr`, `weight_decay` and `schedule`, in this order, without empty ones: `decay`, `no_decay`;
+        `gains`, one for each gain that starts at zero, if they have a separate rate;
         `memory`, `memory_no_decay` if other memory tensors have a separate rate; `keys`; `values` (late, because a Trainer logs the
         rate of the first group); `blocks` if blocks of a bank are trained, with the rate and decay of values and, unless
         `rates.value_schedule` differs, the schedule. `schedule` is `"fixed"` (the run's), `"constant"` or `"4x-to-1x"`.
 
     Raises:
-        RequestError: If nothing is trained.
+        RequestError: If nothing is trained, or no rate is set.
     """
     hosts = [module for module in model.modules() if isinstance(module, DeclaredModule)]
     declared = [(host.declared_tensor(name), tensor.role) for host in hosts for name, tensor in host.declared.items()]
     role_of: dict[int, Role] = {id(tensor): role for tensor, role in declared}
     rate = rates.learning_rate
+    if rate is None:
+        raise RequestError("learning_rate is None, which only a run of midus train or midus sft measures; expected a number.")
     memory_rate = rate if rates.memory_learning_rate is None else rates.memory_learning_rate
     key_rate = rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate
     value_rate = key_rate if rates.value_learning_rate is None else rates.value_learning_rate
@@ -237,11 +240,19 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
         BLOCKS_GROUP: (value_rate, rates.value_weight_decay, rates.value_schedule or "fixed"),
     }
     members: dict[str, list[nn.Parameter]] = {name: [] for name in settings}
-    for parameter in model.parameters():
+    scales = {} if rates.gain_learning_rate is None else zero_gains(model)
+    gains: list[dict[str, Any]] = []
+    for name, parameter in model.named_parameters():
         role = role_of.get(id(parameter))
         if not parameter.requires_grad:
             continue
-        if role == "value":
+        if (scale := scales.get(name)) is not None:
+            assert rates.gain_learning_rate is not None
+            rate_of_gain = scale * rates.gain_learning_rate
+            gains.append(
+                {"params": [parameter], "name": "gains", "lr": rate_of_gain, "weight_decay": 0.0, "schedule": "fixed"}
+            )
+        elif role == "value":
             members["values"].append(parameter)
         elif role == "key" and rates.memory_keys == "constant":
             members["keys"].append(parameter)
@@ -257,9 +268,28 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
         for name, (lr, weight_decay, schedule) in settings.items()
         if members[name] or (name == BLOCKS_GROUP and getattr(getattr(model, "banks", None), "trainable", False))
     ]
+    place = next(
+        (place for place, group in enumerate(groups) if group["name"] not in ("decay", "no_decay")), len(groups)
+    )
+    groups[place:place] = gains
     if not groups:
         raise RequestError("no parameter requires a gradient; call set_trainable on the model first.")
     return groups
+
+
+def zero_gains(model: nn.Module) -> dict[str, float]:
+    """Return the gains that started at zero, by the name in `model`, with the scale that `upscale` recorded."""
+    config = getattr(model, "config", None)
+    record = None if config is None else record_of(config)
+    if record is None or not record.zero_gains:
+        return {}
+    found = {}
+    for name, _ in model.named_parameters():
+        plain = name.replace(".modules_to_save.default", "")  # PEFT trains copies of new layers
+        scale = next((scale for end, scale in record.zero_gains.items() if f".{plain}".endswith(f".{end}")), None)
+        if scale is not None:
+            found[name] = scale
+    return found
 
 
 def group_schedules(

@@ -97,18 +97,37 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
         checkpoint = resumed_checkpoint(output, resume) if resume else None
         files = sorted(os.listdir(output))
         is_begun = RUN_CONFIG in files and CONFIG_FILE not in files  # by a run that has trained no model yet
-        record = {**arguments.recorded(), _SEQUENCES: arguments.sequences_per_step}
+        rates = {}
         if checkpoint is not None:
-            _check_same_run(record, checkpoint.parent / RUN_CONFIG)
+            if arguments.learning_rate is None:
+                rates = rates_in(checkpoint.parent / RUN_CONFIG)
+            _check_same_run({**_record(arguments), **rates}, checkpoint.parent / RUN_CONFIG)
         elif files and not (resume == "auto" and is_begun):
             raise RequestError(
                 f"output_dir is {str(output)!r}, which holds {first_few(files)}; choose another folder, remove it, or set "
                 "resume_from_checkpoint: true."
             )
-        with atomic_write(output / RUN_CONFIG) as partial:
-            partial.write_text(write_yaml(record), encoding="utf-8")
+        write_run_config(arguments, rates)
         opened.push(opening.pop_all())
     return checkpoint
+
+
+def write_run_config(arguments: Any, rates: Mapping[str, float] | None = None) -> None:
+    """Write the keys of a run into its folder; `rates` are those of the run to resume, if it measured them."""
+    with atomic_write(Path(arguments.output_dir) / RUN_CONFIG) as partial:
+        partial.write_text(write_yaml({**_record(arguments), **(rates or {})}), encoding="utf-8")
+
+
+def rates_in(path: Path) -> dict[str, float]:
+    """Return the rates that a run has recorded; empty if it had not measured them yet, or is not recorded."""
+    record = read_mapping(path) if path.is_file() else {}
+    if record.get("learning_rate", 0) is None:
+        return {}
+    return {key: rate for key, rate in record.items() if key.endswith("learning_rate")}
+
+
+def _record(arguments: Any) -> dict[str, Any]:
+    return {**arguments.recorded(), _SEQUENCES: arguments.sequences_per_step}
 
 
 def _remove_unused_output(output: Path) -> None:
@@ -236,11 +255,9 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
     """Append "Trained with" to a model card: steps, losses, held-out texts before and after, and keys."""
     losses = [event["loss"] for event in state.log_history if "loss" in event]
     final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
-    best = state.best_model_checkpoint if arguments.load_best_model_at_end else None
-    # The best step may have no checkpoint.
-    saved = state.global_step if best is None else int(Path(best).name.rpartition("-")[2])
+    saved = saved_step(arguments, state)
     rows = []  # of held-out losses before the first step and of the saved model
-    for name in arguments.eval_texts:
+    for name in arguments.eval_texts or [""]:
         measured = f"eval_{name}_" if name else "eval_"
         by_step = {event["step"]: event for event in state.log_history if f"{measured}loss" in event}
         numbers = [
@@ -263,6 +280,12 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
 {write_yaml(_shared(arguments.recorded()))}```
 """
     return card.rstrip() + section.encode()
+
+
+def saved_step(arguments: Any, state: TrainerState) -> int:
+    """Return the step of the model that a run saves, which may have no checkpoint."""
+    best = state.best_model_checkpoint if arguments.load_best_model_at_end else None
+    return state.global_step if best is None else int(Path(best).name.rpartition("-")[2])
 
 
 def _shared(value: Any) -> Any:

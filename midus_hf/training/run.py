@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import (
     PreTrainedModel,
@@ -29,9 +30,11 @@ from transformers import (
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import has_length
 
+from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.config.errors import RequestError, as_request_error, first_line, is_main_process, print_note
 from midus_hf.data.packing import collate
 from midus_hf.data.stream import StreamedSequences
+from midus_hf.files.checkpoint_files import RUN_CONFIG
 from midus_hf.models.view import ModelView
 from midus_hf.sources.names import answer_of_hub
 from midus_hf.sources.progress import limit_bars, show_progress, without_library_bars
@@ -44,20 +47,26 @@ from midus_hf.training.inputs import (
     load_for_training,
     load_run_tokenizer,
     model_hashes,
+    planned_epochs,
     read_texts,
     use_tree,
 )
-from midus_hf.training.keys import ENOUGH_STEPS
+from midus_hf.training.keys import ENOUGH_STEPS, trains_new_parts
 from midus_hf.training.optim import cast_for_training, num_trained, set_trainable
+from midus_hf.training.outcome import MeasureAtEnd, describe_outcome
 from midus_hf.training.output import (
     PartialSaveError,
     in_main_process,
     open_output,
+    rates_in,
     save_model,
+    saved_step,
     saving_to,
     upload_model,
+    write_run_config,
 )
 from midus_hf.training.protection import Protection
+from midus_hf.training.rates import describe_rates, find_rates
 from midus_hf.training.trainer import MemoryTrainer, check_checkpoint
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -124,6 +133,8 @@ def run_training(
         with limit_bars():
             with arguments.main_process_first(desc="reading texts"):
                 texts = read(arguments, config, tokenizer)
+            if arguments.eval_share and texts.held_out is None:
+                arguments.eval_on_start = False
             set_seed(arguments.seed)
             model, files = load_for_training(arguments, config)
             hashes = model_hashes(model, arguments) if is_main else {}
@@ -159,13 +170,16 @@ def run_training(
             if checkpoint is not None:
                 check_checkpoint(trainer, checkpoint)
             trainer.inputs = in_main_process(arguments, partial(check_inputs, trainer, hashes, arguments, checkpoint))
+        if arguments.learning_rate is None:
+            _set_rates(trainer, arguments)
         sequences = trainer.train_dataset
         num_sequences = None if isinstance(sequences, StreamedSequences) else len(sequences)
         if arguments.num_train_epochs is None:
-            epochs = max(3, math.ceil(ENOUGH_STEPS / math.ceil(len(sequences) / arguments.sequences_per_step)))
-            arguments.num_train_epochs = trainer.args.num_train_epochs = epochs
+            arguments.num_train_epochs = trainer.args.num_train_epochs = planned_epochs(arguments, len(sequences))
         stop = GracefulStop(trainer.largest)
         trainer.add_callback(stop)
+        if trainer.args.eval_on_start:
+            trainer.add_callback(MeasureAtEnd())
         trainer.add_callback(RunReport(texts.reads or f"dataset_name: {num_sequences:,} sequences", num_sequences))
         with saving_to(output), stop, without_library_bars():
             try:
@@ -204,9 +218,36 @@ def run_training(
             if arguments.push_to_hub and is_main:
                 upload_model(trainer.hub_model_id, output, arguments.hub_token)
     state = trainer.state
+    if is_main:
+        _print_outcome(arguments, state)
     losses = [event["loss"] for event in state.log_history if "loss" in event]
     tokens, loss = int(state.num_input_tokens_seen), losses[-1] if losses else None
     return TrainResult(str(output), state.global_step, tokens, loss, state.log_history)
+
+
+def _set_rates(trainer: Any, arguments: Any) -> None:
+    """Set the rates that the arguments leave to the run: those of the run to resume, or measured ones."""
+    record = Path(arguments.output_dir) / RUN_CONFIG
+    rates = rates_in(record)
+    if not rates:
+        trains_new = trains_new_parts(vars(arguments), (record_of(trainer.model.config) or UpscaleRecord()).trainable)
+        found = find_rates(trainer, trains_new)
+        rates = broadcast_object_list([found.rates])[0]
+        if arguments.process_index == 0:
+            print(found)
+    for key, rate in rates.items():
+        setattr(arguments, key, rate)
+        setattr(trainer.args, key, rate)
+    if arguments.process_index == 0:
+        write_run_config(arguments)
+
+
+def _print_outcome(arguments: MemoryArguments, state: TrainerState) -> None:
+    lines, warnings = describe_outcome(state.log_history, saved_step(arguments, state), describe_rates(arguments))
+    for line in lines:
+        print(line)
+    for warning in warnings:
+        print_note(f"warning: {warning}")
 
 
 def measure_texts(arguments: TrainArguments) -> dict[str, float]:

@@ -11,12 +11,13 @@ from transformers import PreTrainedConfig, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from midus_hf.config.errors import RequestError, first_line, print_note
+from midus_hf.data.held_out import choose_measured, note_nothing_held_out, split_held_out
 from midus_hf.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.models.host import MemoryConfig
 from midus_hf.sources.tokenizers import check_ids, without_suffix_tokens
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.inputs import RunTexts, read_held_out
+from midus_hf.training.inputs import RunTexts, planned_steps, read_held_out
 from midus_hf.training.keys import SftKeys
 from midus_hf.training.run import TrainResult, run_training
 from midus_hf.training.sft_rows import read_chats
@@ -86,8 +87,17 @@ def read_chat_texts(
     def pack(key: str, rows: Any) -> Any:
         return packed_sequences(rows, tokenizer, length, key=key, documents_apart=False)
 
-    held_out = read_held_out(arguments, "text", length, pack)
-    return RunTexts(chats, held_out, "")  # the Trainer knows how much of them is read
+    if not arguments.eval_share:
+        held_out = read_held_out(arguments, "text", length, pack)
+        return RunTexts(chats, held_out, "")  # the Trainer knows how much of them is read
+    train, held_out = split_held_out(chats, arguments.eval_share, chats.column_names)
+    if not len(train) or not len(held_out):
+        note_nothing_held_out("dataset_name", len(chats), arguments.eval_share, "rows")
+        return RunTexts(chats, None, "")
+    if arguments.process_index == 0:
+        print(f"dataset_name: {len(held_out):,} of {len(chats):,} rows are held out, to measure what is learned")
+    num_trained = planned_steps(arguments, len(train)) * arguments.sequences_per_step
+    return RunTexts(train, choose_measured(held_out, num_trained), "")
 
 
 def make_sft_trainer(
@@ -125,6 +135,12 @@ def make_sft_trainer(
         share = f"{labels:,} of them with a loss ({labels / tokens:.1%})"
         print(f"{len(sequences):,} sequences, {tokens:,} tokens, {share}")
     trainer.train_dataset = sequences
+    if arguments.eval_share and texts.held_out is not None:
+        held_out: Any = trainer.eval_dataset
+        held_out = held_out.filter(has_loss, input_columns=columns, load_from_cache_file=False)
+        trainer.eval_dataset, trainer.args.eval_on_start = held_out or None, bool(held_out)
+        if not held_out:
+            note_nothing_held_out("dataset_name", len(chats), arguments.eval_share, "rows with an answer")
     return trainer
 
 
@@ -186,6 +202,7 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
         """Return TRL's tokens and labels, for chats in two steps: checks need them before truncation."""
         if "input_ids" in dataset.column_names:  # a held-out text, which is packed
             return super()._prepare_dataset(dataset, processing_class, args, False, *others)
+        is_held_out = others[-1] == "eval"
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         try:
@@ -196,7 +213,8 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
             raise RequestError(
                 f"dataset_name is {args.dataset_name!r}, and TRL refuses a row of it: {first_line(error)}"
             ) from error
-        self.first_labels = _check_encoded(encoded, processing_class, args)
+        if not is_held_out:
+            self.first_labels = _check_encoded(encoded, processing_class, args)
         encoded = encoded.select_columns(["input_ids", "labels"])
         return super()._prepare_dataset(encoded, processing_class, args, packing, *others)
 

@@ -162,6 +162,13 @@ class Method(ABC):
         recipes: dict[str, Recipe] = {new: Copy(base.tensors[name].shape, name) for name, new in names.items()}
         return recipes | block_recipes(base, plan.sources, self.config(base, plan))
 
+    def zero_gains(self, base: BaseCheckpoint, plan: Plan) -> dict[str, str]:
+        """Return gains that start at zero, as `layers.3.NAME`, with the base's gains that they are added next to.
+
+        Training scales their rate by the root mean square of the latter, which the config records.
+        """
+        return {}
+
     def bank_bytes(self, base: BaseCheckpoint) -> int:
         """Return the bytes that `fill_banks` writes. Default: 0."""
         return 0

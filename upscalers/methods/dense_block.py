@@ -91,6 +91,16 @@ class DenseMethod(Method):
             return frozenset({"attention_output_norm", "mlp_output_norm"})
         return frozenset({"output_projection", "down"})
 
+    def zero_gains(self, base: BaseCheckpoint, plan: Plan) -> dict[str, str]:
+        norms = self.filled_roles(base) & {"attention_output_norm", "mlp_output_norm"}
+        return {
+            f"layers.{index}.{name}": base.layer_names[layer.sources[0]][name]
+            for index, layer in enumerate(plan.layers)
+            if isinstance(layer, New)
+            for name, tensor in base.layout.backbone_layers[layer.sources[0]].items()
+            if tensor.role in norms
+        }
+
     def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         filled = self.filled_roles(base)
         filled |= {_ALSO_WRITING[role] for role in filled if role in _ALSO_WRITING}

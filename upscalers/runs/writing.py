@@ -16,7 +16,13 @@ from midus_hf.memories.bank import MemoryFiles, bank_patterns, banks_of
 from upscalers.architecture.layer_tensors import Config
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
-from upscalers.checkpoint.safetensors_format import TORCH_NAMES, TensorDigests, content_sha256, read_header
+from upscalers.checkpoint.safetensors_format import (
+    TORCH_NAMES,
+    TensorDigests,
+    content_sha256,
+    read_header,
+    read_tensor,
+)
 from upscalers.checkpoint.source import copy_travelling_files, total_bank_bytes
 from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_processors
 from upscalers.record.model_card import base_metadata, model_card
@@ -69,7 +75,8 @@ def write_upscaled(
             progress.warn(warning)
         progress.stage("checking config and tokenizer", 2)
         tensor_digests = digests.finish()
-        config[RECORD_KEY] = replace(record, base_sha256=content_sha256(tensor_digests)).to_dict()
+        record = replace(record, base_sha256=content_sha256(tensor_digests), zero_gains=_zero_gains(job))
+        config[RECORD_KEY] = record.to_dict()
         write_config(partial, base.whole_config(config))
         validated = _validated(partial)
         for bank in job.new_banks.values():
@@ -110,6 +117,19 @@ def write_upscaled(
         _write_provenance(job, partial, config, changed, tensor_digests, outcome, repository, progress)
         progress.advance()
     return outcome
+
+
+def _zero_gains(job: Job) -> dict[str, float]:
+    """Return gains that start at zero with the root mean square of the base's gains next to them."""
+    import torch
+
+    scales = {}
+    for name, source in job.method.zero_gains(job.base, job.plan).items():
+        layer = job.base.layout.backbone_layers[int(source.split(".layers.")[1].partition(".")[0])]
+        offset = layer[name.split(".", 2)[2]].offset or 0.0
+        gains = read_tensor(job.base.tensors[source], torch.float32) + offset
+        scales[name] = float(f"{gains.pow(2).mean().sqrt().item():.4g}")
+    return scales
 
 
 def _write_provenance(
