@@ -226,7 +226,9 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     role_of: dict[int, Role] = {id(tensor): role for tensor, role in declared}
     rate = rates.learning_rate
     if rate is None:
-        raise RequestError("learning_rate is None, which only a run of midus train or midus sft measures; expected a number.")
+        raise RequestError(
+            "learning_rate is None, which only a run of midus train or midus sft measures; expected a number."
+        )
     memory_rate = rate if rates.memory_learning_rate is None else rates.memory_learning_rate
     key_rate = rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate
     value_rate = key_rate if rates.value_learning_rate is None else rates.value_learning_rate

@@ -1,14 +1,23 @@
-"""Whether a run learned: the base and the trained model on held-out texts, in lines that end the run."""
+"""Whether a run learned, and what it forgot, in lines that end the run."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+import torch
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
-# Nats per token.
-_NOTHING = 0.01
-_WORSE = 0.005
-_RISEN = 0.05
+from midus_hf.models.view import ModelView
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+#: Names of texts that a run measures by itself, in logs and in lines.
+HELD_OUT, OWN_TEXT = "held_out", "own_text"
+_LABELS = {HELD_OUT: "held-out texts", OWN_TEXT: "texts that the model wrote before training", "": "held-out text"}
+# Own texts, and their tokens.
+_NUM_TEXTS, _NUM_TOKENS = 8, 48
+# Nats per token: less is nothing learned, more is worse, more is forgotten, and a loss that rises.
+_NOTHING, _WORSE, _FORGOTTEN, _RISEN = 0.01, 0.005, 0.05, 0.05
 
 
 class MeasureAtEnd(TrainerCallback):
@@ -17,6 +26,37 @@ class MeasureAtEnd(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if args.eval_strategy != "epoch" and state.global_step >= state.max_steps:
             control.should_evaluate = True
+
+
+def measured_texts(
+    held_out: "Dataset", model: Any, tokenizer: PreTrainedTokenizerBase, arguments: Any
+) -> dict[str, "Dataset"]:
+    """Return what a run measures: held-out texts, and texts of the model itself if one process has it whole."""
+    layouts = getattr(ModelView(model).banks, "layouts", {}).values()
+    reads_without_blocks = all(layout.blocks.without_ids == "generic" for layout in layouts)
+    if arguments.world_size > 1 or arguments.config_name is not None or not reads_without_blocks:
+        return {HELD_OUT: held_out}
+    return {HELD_OUT: held_out, OWN_TEXT: write_own_texts(model.to(arguments.device), tokenizer, arguments.seed)}
+
+
+def write_own_texts(model: Any, tokenizer: PreTrainedTokenizerBase, seed: int) -> "Dataset":
+    """Return texts that a model samples after its first token, as rows with `input_ids`.
+
+    What they lose by training is what the model forgets: their loss rises by the divergence of the trained model from this one.
+    """
+    from datasets import Dataset
+
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    begin = torch.full((_NUM_TEXTS, 1), first, device=model.device)
+    was_training = model.training
+    model.eval()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        lengths = {"min_new_tokens": _NUM_TOKENS, "max_new_tokens": _NUM_TOKENS}
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+        ids = model.generate(begin, attention_mask=torch.ones_like(begin), pad_token_id=first, **lengths, **sampling)
+    model.train(was_training)
+    return Dataset.from_dict({"input_ids": ids.tolist()})
 
 
 def describe_outcome(log: Sequence[Mapping[str, Any]], saved_step: int, rates: str) -> tuple[list[str], list[str]]:
@@ -28,38 +68,36 @@ def describe_outcome(log: Sequence[Mapping[str, Any]], saved_step: int, rates: s
         rates: The rates of the run, as the remedy names them.
     """
     lines, warnings = [], []
+    lower = f"train again at lower rates than {rates}"
     for name, before, after in _measured(log, saved_step):
-        label = f"{name or 'held-out texts'}"
-        change = after - before
+        label, change = _LABELS.get(name, name), after - before
         lines.append(f"{label}: {before:.4f} nats per token before training, {after:.4f} after ({change:+.4f})")
-        if change > _WORSE:
-            warnings.append(
-                f"the trained model is worse than the one before on {label}: the rate is too high, or the text is another; train "
-                f"again at a tenth of {rates}"
-            )
+        if name == OWN_TEXT:
+            if change > _FORGOTTEN:
+                warnings.append(
+                    f"the model forgets: {label} lost {change:.2f} nats per token; {lower}, or with base_kl"
+                )
+        elif change > _WORSE:
+            warnings.append(f"the trained model is worse than the one before on {label}: {lower}")
         elif change > -_NOTHING:
-            warnings.append(f"nothing was learned of {label}: train for more steps, or at ten times {rates}")
+            warnings.append(f"nothing was learned of {label}: train for more steps, or at higher rates than {rates}")
     losses = [event["loss"] for event in log if "loss" in event]
     third = len(losses) // 3
     if third >= 2:
-        middle, last = losses[-2 * third : -third], losses[-third:]
-        risen = sum(last) / third - sum(middle) / third
+        risen = (sum(losses[-third:]) - sum(losses[-2 * third : -third])) / third
         if risen > _RISEN:
-            warnings.append(
-                f"the training loss rose by {risen:.2f} nats in the last third of the steps: train again at a tenth of {rates}"
-            )
+            warnings.append(f"the training loss rose by {risen:.2f} nats in the last third of the steps: {lower}")
     return lines, warnings
 
 
 def _measured(log: Sequence[Mapping[str, Any]], saved_step: int) -> list[tuple[str, float, float]]:
-    """Return held-out texts with their losses before the first step and of the saved model."""
+    """Return measured texts with their losses before the first step and of the saved model."""
     losses: dict[str, dict[int, float]] = {}
     for event in log:
         for key, value in event.items():
-            if key.startswith("eval_") and key.endswith("_loss"):
-                losses.setdefault(key.removeprefix("eval_").removesuffix("loss").rstrip("_"), {})[event["step"]] = (
-                    value
-                )
+            if key.startswith("eval_") and key.endswith("loss"):
+                name = key.removeprefix("eval_").removesuffix("loss").removesuffix("_")
+                losses.setdefault(name, {})[event["step"]] = value
     return [
         (name, by_step[0], by_step[saved_step]) for name, by_step in losses.items() if {0, saved_step} <= {*by_step}
     ]

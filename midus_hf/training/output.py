@@ -31,6 +31,7 @@ from midus_hf.files.secrets import for_record
 from midus_hf.models.view import has_adapters
 from midus_hf.training.checkpoints import resume_hint, resumed_checkpoint
 from midus_hf.training.optim import restore_dtypes, whole_numel
+from midus_hf.training.outcome import HELD_OUT, OWN_TEXT
 
 # Keys that may change when a run is resumed, because they do not change what is computed.
 _FREE = re.compile(
@@ -257,7 +258,7 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
     final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
     saved = saved_step(arguments, state)
     rows = []  # of held-out losses before the first step and of the saved model
-    for name in arguments.eval_texts or [""]:
+    for name in arguments.eval_texts or (HELD_OUT, OWN_TEXT):
         measured = f"eval_{name}_" if name else "eval_"
         by_step = {event["step"]: event for event in state.log_history if f"{measured}loss" in event}
         numbers = [

@@ -53,7 +53,7 @@ from midus_hf.training.inputs import (
 )
 from midus_hf.training.keys import ENOUGH_STEPS, trains_new_parts
 from midus_hf.training.optim import cast_for_training, num_trained, set_trainable
-from midus_hf.training.outcome import MeasureAtEnd, describe_outcome
+from midus_hf.training.outcome import MeasureAtEnd, describe_outcome, measured_texts
 from midus_hf.training.output import (
     PartialSaveError,
     in_main_process,
@@ -141,6 +141,8 @@ def run_training(
             uses_cache = model.config.use_cache
             model, report = _freeze(ModelView(model), arguments)
             dtypes = cast_for_training(model, arguments.bf16)
+            if arguments.eval_share and texts.held_out is not None:
+                texts = texts._replace(held_out=measured_texts(texts.held_out, model, tokenizer, arguments))
             if is_main:
                 print(report)
                 if arguments.chooses_bf16:

@@ -19,6 +19,7 @@ from midus_hf.sources.tokenizers import check_ids, without_suffix_tokens
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.inputs import RunTexts, planned_steps, read_held_out
 from midus_hf.training.keys import SftKeys
+from midus_hf.training.outcome import HELD_OUT
 from midus_hf.training.run import TrainResult, run_training
 from midus_hf.training.sft_rows import read_chats
 from midus_hf.training.trainer import MemoryTrainerMixin
@@ -136,10 +137,10 @@ def make_sft_trainer(
         print(f"{len(sequences):,} sequences, {tokens:,} tokens, {share}")
     trainer.train_dataset = sequences
     if arguments.eval_share and texts.held_out is not None:
-        held_out: Any = trainer.eval_dataset
-        held_out = held_out.filter(has_loss, input_columns=columns, load_from_cache_file=False)
-        trainer.eval_dataset, trainer.args.eval_on_start = held_out or None, bool(held_out)
-        if not held_out:
+        measured: Any = trainer.eval_dataset
+        with_loss = measured[HELD_OUT].filter(has_loss, input_columns=columns, load_from_cache_file=False)
+        trainer.eval_dataset, trainer.args.eval_on_start = {**measured, HELD_OUT: with_loss}, len(with_loss) > 0
+        if not len(with_loss):
             note_nothing_held_out("dataset_name", len(chats), arguments.eval_share, "rows with an answer")
     return trainer
 
@@ -202,7 +203,7 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
         """Return TRL's tokens and labels, for chats in two steps: checks need them before truncation."""
         if "input_ids" in dataset.column_names:  # a held-out text, which is packed
             return super()._prepare_dataset(dataset, processing_class, args, False, *others)
-        is_held_out = others[-1] == "eval"
+        is_held_out = others[-1] != "train"
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         try:

@@ -510,20 +510,28 @@ def read(*words, kind=TrainArguments):
 def test_texts_get_keys_for_a_short_run_which_a_line_names(model, tmp_path, capsys):
     arguments = read("notes", "--model", model, "--output", str(tmp_path / "out"))
     assert (arguments.corpus, arguments.model_name_or_path) == ("notes", model)
-    assert (arguments.sequence_length, arguments.num_train_epochs, arguments.learning_rate) == (256, None, 1e-3)
+    assert (arguments.sequence_length, arguments.num_train_epochs, arguments.learning_rate) == (256, None, None)
+    assert arguments.eval_share == 0.05
     assert capsys.readouterr().err == (
         "for a short run: sequence_length=256, num_train_epochs=3 (more for fewer than 100 steps), "
-        "per_device_train_batch_size=4, logging_steps=0.05, learning_rate=0.001, value_learning_rate=0.01\n"
+        "per_device_train_batch_size=4, logging_steps=0.05, eval_share=0.05, learning_rate=measured\n"
     )
 
 
-@pytest.mark.parametrize(("trainable", "rate"), [("auto", 1e-3), ("new", 1e-3), ("[value]", 1e-3), ("all", 1e-4)])
-def test_what_trains_decides_the_rate(trainable, rate, model, capsys):
+def test_texts_that_are_given_are_measured_in_place_of_a_share(model):
+    arguments = read("notes", "--model", model, "--output", "o", "--eval_text", "held.txt")
+    assert (arguments.eval_share, arguments.eval_on_start) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "value_rate"), [("auto", 1e-2), ("new", 1e-2), ("[value]", 1e-2), ("all", None)]
+)
+def test_what_trains_decides_the_rate_of_values(trainable, value_rate, model):
     words = ["--model_name_or_path", model, "--output_dir", "o", "--trainable", trainable]
-    assert read("notes", *words).learning_rate == rate and f"learning_rate={rate:g}" in capsys.readouterr().err
-    whole = ["--corpus", "notes", "--model", "m", "--output", "o"]
-    assert read(*whole, "--bf16", "false").learning_rate == 1e-4
-    assert read(*whole, "--adapters", '{"r": 4}').learning_rate == 1e-3
+    given = read("notes", *words, "--learning_rate", "2e-3")
+    assert (given.learning_rate, given.value_learning_rate) == (2e-3, value_rate)
+    measured = read("notes", *words)
+    assert (measured.learning_rate, measured.value_learning_rate) == (None, None)
 
 
 def test_flags_replace_the_keys_of_a_short_run(model, capsys):
@@ -549,4 +557,5 @@ def test_steps_of_a_recipe_count_before_epochs_which_a_line_says(tmp_path, capsy
 
 def test_chats_are_fine_tuned_on_likewise(model):
     arguments = read("chats.jsonl", "--model", model, "--output", "o", kind=SftArguments)
-    assert (arguments.dataset_name, arguments.max_length, arguments.learning_rate) == ("chats.jsonl", 256, 1e-3)
+    assert (arguments.dataset_name, arguments.max_length, arguments.learning_rate) == ("chats.jsonl", 256, None)
+    assert arguments.eval_share == 0.05

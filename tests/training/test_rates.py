@@ -41,7 +41,9 @@ def recorded(output):
 )
 def test_turning_point_is_where_the_parabola_turns(gains, expected):
     found = turning_point(gains)
-    assert found is None if expected is None else found == pytest.approx(expected, rel=0.5 if expected == 0.1 else 1e-6)
+    assert (
+        found is None if expected is None else found == pytest.approx(expected, rel=0.5 if expected == 0.1 else 1e-6)
+    )
 
 
 def test_first_step_at_the_turn_helps_more_than_others(config_for):

@@ -401,7 +401,7 @@ def test_every_key_is_described_in_the_help_that_lists_all(capsys):
     assert shown.startswith("usage: midus train TEXTS|RECIPE [--KEY VALUE ...] Train a model on text")
     assert all(f" --{field.name}" in shown for field in dataclasses.fields(TrainArguments) if field.init)
     assert "--sequence_length VALUE T, tokens per sequence. Default: 2048. Without a recipe: 256. --" in shown
-    assert "Default: 1e-4. Without a recipe: 0.001 if only new parameters or adapters train. --" in shown
+    assert "Default: 1e-4. Without a recipe: null. --" in shown
     assert "--no_average_tokens_across_devices Same as --average_tokens_across_devices false. --" in shown
     assert all(action.help for action in RunParser(SftArguments)._actions)
 
