@@ -23,6 +23,7 @@ from midus_hf.cli.command_line import (
 )
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping, read_settings
+from midus_hf.version import __version__
 from upscalers.request import parse_options
 
 app = command_line(add_completion=True)
@@ -190,11 +191,19 @@ def inspect(
     model: Annotated[str, argument("A checkpoint that was upscaled or stripped.", "DIR")],
     json_: Json = False,
 ) -> None:
-    """Show what was done to a checkpoint."""
+    """Show what was done to a checkpoint. The exit status is 1 if code in it is not what this version generates."""
     from upscalers.console import print_inspection
     from upscalers.runs.inspection import inspect_checkpoint
 
-    show(inspect_checkpoint(model), json_, print_inspection)
+    inspection = inspect_checkpoint(model)
+    show(inspection, json_, print_inspection)
+    code = inspection.get("code")
+    if "other_code" in inspection or (code is not None and not code["as_generated"]):
+        raise CommandExit(
+            FAILED,
+            f"{model} has code that midus-hf {__version__} does not generate, and that trust_remote_code=True runs. Read it "
+            "before you trust it.",
+        )
 
 
 @app.command()

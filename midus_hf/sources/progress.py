@@ -72,29 +72,6 @@ def limit_bars() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide warnings, logs below errors, bars of transformers and standard output in the context."""
-    before = logging.root.manager.disable
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            with without_library_bars():
-                yield
-        finally:
-            logging.disable(before)
-
-
-@contextlib.contextmanager
-def only_bars() -> Iterator[None]:
-    """Hide standard error, except logged errors and a line of bars each minute; terminals get all."""
-    if sys.stderr.isatty():
+    """Hide bars of transformers in the context, and print on standard error what libraries print; show all else."""
+    with contextlib.redirect_stdout(sys.stderr), without_library_bars():
         yield
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setLevel(logging.ERROR)
-    logging.root.addHandler(handler)
-    try:
-        with contextlib.redirect_stderr(_BarLines(sys.stderr, keeps_text=False)):
-            yield
-    finally:
-        logging.root.removeHandler(handler)
