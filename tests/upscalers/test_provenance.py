@@ -246,13 +246,21 @@ def own(name: str) -> str:
 
 OTHER_CODE = [
     ("config.json", {"auto_map": {"AutoConfig": own("A"), "AutoModelForCausalLM": "evil.B"}}, ["evil.B"]),
-    ("config.json", {"text_config": {"auto_map": {"AutoModel": "me/model--modeling_midus.B"}}}, ["me/model--modeling_midus.B"]),
+    (
+        "config.json",
+        {"text_config": {"auto_map": {"AutoModel": "me/model--modeling_midus.B"}}},
+        ["me/model--modeling_midus.B"],
+    ),
     ("config.json", {"custom_pipelines": {"ask": {"impl": "evil.Ask", "pt": ["AutoModel"]}}}, ["evil.Ask"]),
     ("config.json", {"configuration_files": ["config.5.0.0.json"]}, ["config.5.0.0.json"]),
     ("config.5.0.0.json", {"auto_map": {"AutoConfig": "evil.C"}}, ["evil.C"]),
     ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.T", None]}}, ["evil.T"]),
     ("tokenizer_config.json", {"auto_map": [None, "/tmp/evil.T"]}, ["/tmp/evil.T"]),
-    ("processor_config.json", {"image_processor": {"auto_map": {"AutoImageProcessor": {"pil": "evil.P"}}}}, ["evil.P"]),
+    (
+        "processor_config.json",
+        {"image_processor": {"auto_map": {"AutoImageProcessor": {"pil": "evil.P"}}}},
+        ["evil.P"],
+    ),
     ("video_preprocessor_config.json", {"auto_map": {"AutoVideoProcessor": "modeling_midus.x.P"}}, [own("x.P")]),
     ("config.json", {"auto_map": {"AutoModel": own("B"), "AutoConfig": None}, "note": "evil.N"}, []),
 ]

@@ -30,9 +30,9 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters", "new_memories",
         "layers", "measurements", "code"}`; with a glossary also `entries`, their number; after edits `edits`; where other code than
         `code` would run `other_code` (see `find_other_code`). `parameters` has `total` and `new`, and where texts fetch blocks
-        `fetched` and `bank`; `layers` has `{"index", "new", "from", "parameters"}` per layer. A result of `strip` has `"stripped"`: `{"model", "method", "removed_layers", "base_confirmed",
-        "differing_tensors"}`, and if it holds no earlier upscaling, otherwise only `{"model", "model_type", "num_layers",
-        "parameters"}`.
+        `fetched` and `bank`; `layers` has `{"index", "new", "from", "parameters"}` per layer. A result of `strip` has `"stripped"`:
+        `{"model", "method", "removed_layers", "base_confirmed", "differing_tensors"}`, and if it holds no earlier upscaling,
+        otherwise only `{"model", "model_type", "num_layers", "parameters"}` and any `other_code`.
     """
     with resolve_source(str(model), config_only=True) as source:
         config = read_config(source.folder)
