@@ -1,7 +1,6 @@
 """The `upscale` command."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -99,7 +98,6 @@ def run(
     \b
     upscale --base meta-llama/Llama-3.2-1B --method midus-hml --output DIR
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # upscale checks the base itself
     if context.invoked_subcommand is not None:
         given = [key for key, value in context.params.items() if value or (key, value) == ("verify", False)]
         if given:

@@ -230,11 +230,12 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
         )
     refuse_pointers("data", [data / f"{name}.jsonl"])
     config = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    # Before any model is loaded.
     if name == _FACTS:
         check_facts(data / f"{name}.jsonl")
-    else:
+    read_rows("data", str(data / f"{name}.jsonl"))
+    if name != _FACTS:
         check_questions(data / f"{name}.jsonl", config)
-    read_rows("data", str(data / f"{name}.jsonl"))  # before any model is loaded
     files = config["dataset_kwargs"]["data_files"]
     config["dataset_kwargs"]["data_files"] = {
         split: file.replace("${DATA}", str(data)) for split, file in files.items()

@@ -21,7 +21,9 @@ def check_facts(path: Path) -> None:
     """Refuse a line of a file that is no question with texts as right answers."""
     for number, line, row in _lines(path):
         question, answers = row.get("question"), row.get("answers")
-        are_answers = isinstance(answers, list) and all(type(each) is str and has_answer(each, each) for each in answers)
+        are_answers = isinstance(answers, list) and all(
+            type(each) is str and has_answer(each, each) for each in answers
+        )
         if not _is_filled(question) or not isinstance(question, str) or not answers or not are_answers:
             raise RequestError(
                 f"line {number} of {path} is {line[:80]!r}; expected an object of JSON with question, a text, and "
@@ -48,9 +50,11 @@ def check_questions(path: Path, task: dict[str, Any]) -> None:
             )
         if choices_key is None:
             continue
-        written = row.get("choices")
+        written: Any = row.get("choices")
         are_choices = isinstance(written, list) and len(written) > 1 and all(map(_is_filled, written))
-        if (in_prompt or choices_key == "choices") and not (are_choices and len(written) == (in_prompt or len(written))):
+        if (in_prompt or choices_key == "choices") and not (
+            are_choices and len(written) == (in_prompt or len(written))
+        ):
             expected = f"{in_prompt} choices" if in_prompt else "two choices or more"
             raise RequestError(
                 f"line {number} of {path} has the choices {written!r:.80}; expected {expected}, none of them empty."
@@ -60,7 +64,9 @@ def check_questions(path: Path, task: dict[str, Any]) -> None:
 
 def check_labels(name: str, task: Any, limit: int | None = None) -> None:
     """Refuse a question of one of the harness's tasks, the first `limit`, whose label names none of its choices."""
-    counts_labels = type(task).process_results is ConfigurableTask.process_results and task.config.process_results is None
+    counts_labels = (
+        type(task).process_results is ConfigurableTask.process_results and task.config.process_results is None
+    )
     if task.OUTPUT_TYPE != "multiple_choice" or not counts_labels:  # a task's own code may read labels in another way
         return
     label_of = task.doc_to_text if task.multiple_input else task.doc_to_target
