@@ -11,7 +11,6 @@ saved, and loaded by a second stream, which must give the same sequences.
 import itertools
 import json
 import random
-import resource
 import shutil
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.measuring import RESULTS, Row, command_line, run_columns, tell
 from midus_hf.data.corpus import read_rows
 from midus_hf.data.stream import StreamedSequences
+from midus_hf.sources.peak_memory import peak_memory_bytes
 
 _WORDS = [f"word{number:05}" for number in range(20_000)]
 _WORDS_A_TEXT, _TEXTS_AT_ONCE = 400, 1000
@@ -80,7 +80,7 @@ def measure(folder: Path, num_bytes: int, length: int, buffer: int) -> Row:
         state = Path(elsewhere, "state.safetensors")
         for until in (1, count // 10, count):
             taken += sum(1 for _ in itertools.islice(sequences, until - taken))
-            peaks.append(peak_mb())
+            peaks.append(peak_memory_bytes() / 1e6)
             if until == count // 10:
                 stream.save(state)
                 following = list(itertools.islice(sequences, 100))
@@ -100,10 +100,6 @@ def measure(folder: Path, num_bytes: int, length: int, buffer: int) -> Row:
         "peak_mb": round(end),
         "state_mb": round(size, 1),
     }
-
-
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
 def main(words: list[str] | None = None, results: Path = RESULTS / "streaming.csv") -> int:

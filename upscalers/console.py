@@ -178,7 +178,9 @@ def _yaml(value: Any) -> str:
 
 
 def print_inspection(inspection: dict[str, Any]) -> None:
-    """Print what was done to a checkpoint."""
+    """Print what was done to a checkpoint, after code that was not compared with what this package generates."""
+    if "other_code" in inspection:
+        _print_text(f"NOT checked, and run with trust_remote_code=True: {_other_code(inspection['other_code'])}\n")
     rows: list[tuple[str, str]] = []
     counts, stripped = inspection["parameters"], inspection.get("stripped")
     if stripped is not None:
@@ -230,6 +232,15 @@ def _carried_code(code: dict[str, Any]) -> str:
     if code["version"] not in (None, __version__):
         return f"{code['file']}, written by midus-hf {code['version']}; install that version to compare it"
     return f"{code['file']} is NOT what midus-hf {__version__} generates: read it before you trust it"
+
+
+def _other_code(named: Sequence[dict[str, Any]]) -> str:
+    told = []
+    for each in named:
+        name = each["file"] if each["name"] is None else f"{each['file']} names {each['name']}"
+        files = ", ".join(each["modules"]) if each["name"] is not None else ""
+        told.append(f"{name} ({files})" if files else name)
+    return "; ".join(told)
 
 
 def _confirmation(record: dict[str, Any], verb: str) -> str:

@@ -91,7 +91,7 @@ def train_in_group(words: Sequence[str], arguments_class: Any, run: Callable[[An
 def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]) -> CommandExit | None:
     from midus_hf.cli.run_arguments import read_arguments
     from midus_hf.sources.names import check_sources
-    from midus_hf.training.output import PartialSaveError
+    from midus_hf.training.output import MainProcessError, PartialSaveError
     from midus_hf.training.run import RunInterrupted
     from midus_hf.training.trainer import NotFiniteError
 
@@ -105,6 +105,8 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
         return _ending(INTERRUPTED, "interrupted")
     except (NotFiniteError, PartialSaveError) as error:
         return _ending(FAILED, str(error))
+    except MainProcessError:
+        return CommandExit(FAILED)
     except RequestError as error:
         return _ending(WRONG_REQUEST, str(error))
     except Exception as error:

@@ -1,7 +1,6 @@
 """The `upscale` command."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from midus_hf.cli.command_line import (
 )
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping, read_settings
+from midus_hf.version import __version__
 from upscalers.request import parse_options
 
 app = command_line(add_completion=True)
@@ -98,7 +98,6 @@ def run(
     \b
     upscale --base meta-llama/Llama-3.2-1B --method midus-hml --output DIR
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # upscale checks the base itself
     if context.invoked_subcommand is not None:
         given = [key for key, value in context.params.items() if value or (key, value) == ("verify", False)]
         if given:
@@ -190,11 +189,19 @@ def inspect(
     model: Annotated[str, argument("A checkpoint that was upscaled or stripped.", "DIR")],
     json_: Json = False,
 ) -> None:
-    """Show what was done to a checkpoint."""
+    """Show what was done to a checkpoint. The exit status is 1 if code in it is not what this version generates."""
     from upscalers.console import print_inspection
     from upscalers.runs.inspection import inspect_checkpoint
 
-    show(inspect_checkpoint(model), json_, print_inspection)
+    inspection = inspect_checkpoint(model)
+    show(inspection, json_, print_inspection)
+    code = inspection.get("code")
+    if "other_code" in inspection or (code is not None and not code["as_generated"]):
+        raise CommandExit(
+            FAILED,
+            f"{model} has code that midus-hf {__version__} does not generate, and that trust_remote_code=True runs. Read it "
+            "before you trust it.",
+        )
 
 
 @app.command()

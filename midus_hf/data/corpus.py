@@ -40,6 +40,8 @@ _READER_OPTIONS: dict[str, dict[str, Any]] = {
 
 # Column of documents with paths: the fingerprint of the tree that gave the paths.
 TREE_COLUMN = "memory_tree"
+# Types of columns with text, as `datasets` names those of Arrow.
+TEXT_KINDS = ("string", "large_string", "string_view")
 _FILE_COLUMN = "file"  # of texts in a folder
 STREAMED_FILE_COLUMN = "_midus_file"  # of rows of a stream: the file that has them, where it is known
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -75,7 +77,7 @@ def read_corpus(
     if text_column not in columns:
         raise RequestError(no_column(label, text_column, columns))
     kind = getattr(rows.features[text_column], "dtype", type(rows.features[text_column]).__name__)
-    if kind not in ("string", "large_string", "null"):
+    if kind not in (*TEXT_KINDS, "null"):
         if kind == "JsonText":
             values = enumerate(rows[text_column], start=1)
             number, value = next((at, value) for at, value in values if not isinstance(value, str | None))

@@ -52,7 +52,9 @@ class JsonText(datasets.Json):
         return storage if isinstance(storage, pa.JsonArray) else array_cast(storage, self.pa_type)
 
 
-with warnings.catch_warnings(action="ignore", category=UserWarning):  # "experimental"
+with warnings.catch_warnings():
+    # `datasets` says so of its function on each import, whoever calls it.
+    warnings.filterwarnings("ignore", "'register_feature' is experimental", UserWarning)
     register_feature(JsonText, "JsonText")
 
 

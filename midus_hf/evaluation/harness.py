@@ -26,8 +26,8 @@ from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_rows, refuse_pointers
 from midus_hf.evaluation.answers import has_answer, read_numbers
 from midus_hf.evaluation.fetching import PathFinder, fetching
-from midus_hf.files.checkpoint_files import parse_json
-from midus_hf.sources.progress import only_bars
+from midus_hf.evaluation.questions import check_facts, check_labels, check_questions
+from midus_hf.sources.progress import limit_bars
 from midus_hf.sources.tokenizers import check_ids
 
 PREFIX = "midus_"
@@ -144,8 +144,8 @@ class Tasks:
         random.seed(DEFAULT_RANDOM_SEED)
         np.random.seed(DEFAULT_OTHER_SEED)
         torch.manual_seed(DEFAULT_OTHER_SEED)
-        with only_bars():
-            loaded = self.load()
+        with limit_bars():
+            loaded = self.load(limit)
         for task in loaded["tasks"].values():
             task_number = task.get_config("num_fewshot")
             if task_number is None or (task_number != 0 and num_fewshot is not None):
@@ -158,7 +158,7 @@ class Tasks:
             tokenizer=tokenizer,
             batch_size=batch_size,
         )
-        with only_bars():
+        with limit_bars():
             results = evaluate(language_model, loaded, limit=limit, log_samples=False)
         scores: dict[str, dict[str, Any]] = {}
         for harness_name, measured in results["results"].items():
@@ -172,9 +172,15 @@ class Tasks:
             scores[harness_name.removeprefix(PREFIX)] = score
         return scores
 
-    def load(self) -> dict[str, Any]:
-        """Return the harness's groups, and its `tasks` by name, including members of groups."""
-        return self.manager.load(self.specs)
+    def load(self, limit: int | None = None) -> dict[str, Any]:
+        """Return the harness's groups, and its `tasks` by name, including members of groups.
+
+        Refuse labels that name no choice among the first `limit` questions of each task. Default: of all.
+        """
+        loaded: dict[str, Any] = self.manager.load(self.specs)
+        for name, task in loaded["tasks"].items():
+            check_labels(name.removeprefix(PREFIX), task, limit)
+        return loaded
 
 
 def _plain(value: Any) -> float | int | str | None:
@@ -224,9 +230,12 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
         )
     refuse_pointers("data", [data / f"{name}.jsonl"])
     config = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    # Before any model is loaded.
     if name == _FACTS:
-        _check_facts(data / f"{name}.jsonl")
-    read_rows("data", str(data / f"{name}.jsonl"))  # before any model is loaded
+        check_facts(data / f"{name}.jsonl")
+    read_rows("data", str(data / f"{name}.jsonl"))
+    if name != _FACTS:
+        check_questions(data / f"{name}.jsonl", config)
     files = config["dataset_kwargs"]["data_files"]
     config["dataset_kwargs"]["data_files"] = {
         split: file.replace("${DATA}", str(data)) for split, file in files.items()
@@ -250,23 +259,3 @@ def _judge_atomic_number(row: dict[str, Any], written: Sequence[str]) -> dict[st
 
 
 _JUDGES = {_FACTS: _judge_fact, "atomic_numbers": _judge_atomic_number}
-
-
-def _check_facts(path: Path) -> None:
-    with path.open(encoding="utf-8-sig", errors="replace") as file:  # the reader refuses what is no text
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = parse_json(line)
-            except ValueError:
-                row = None
-            question, answers = (row.get("question"), row.get("answers")) if isinstance(row, dict) else (None, None)
-            are_answers = isinstance(answers, list) and all(
-                type(each) is str and has_answer(each, each) for each in answers
-            )
-            if not isinstance(question, str) or not question.strip() or not answers or not are_answers:
-                raise RequestError(
-                    f"line {number} of {path} is {line.strip()[:80]!r}; expected an object of JSON with question, a text, and "
-                    "answers, a list of texts, none of them empty, each of which is right."
-                )

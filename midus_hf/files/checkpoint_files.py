@@ -115,8 +115,12 @@ def indexed_weights(folder: Path) -> frozenset[str]:
     )
 
 
-# Configs that name custom code under `auto_map`, and the relative imports of code; transformers follows both.
-_CONFIGS_WITH_CODE = ("tokenizer_config.json", "*processor_config.json")
+# Configs that name custom code (a version's own `config.5.0.0.json` too), those of tokenizers and processors among them, code
+# that runs without a name, and relative imports of code: transformers follows all of them.
+CONFIGS_WITH_CODE: Kind = ("*config*.json",)
+CUSTOM_GENERATE = "custom_generate/generate.py"
+_NAMING = ("auto_map", "custom_pipelines", "configuration_files")
+_READERS_WITH_CODE = ("tokenizer_config.json", "*processor_config.json")
 _RELATIVE_IMPORT = re.compile(r"^[ \t]*(?:import\s+\.(\S+)\s*$|from\s+\.(\S+)\s+import)", re.MULTILINE)
 _MODULE = re.compile(r"\w[\w.-]*", re.ASCII)
 
@@ -126,8 +130,13 @@ def named_code(folder: Path) -> list[Path]:
 
     Names that lead out of the folder, to another repository or to a missing file are skipped.
     """
+    return imported_code(folder, named_modules(folder))
+
+
+def imported_code(folder: Path, modules: Sequence[str]) -> list[Path]:
+    """Return the files of modules of a folder and of what they import from it, sorted; others are skipped."""
     found: dict[str, Path] = {}
-    wanted = named_modules(folder)
+    wanted = list(modules)
     while wanted:
         name = wanted.pop()
         path = folder / f"{name}.py"
@@ -139,20 +148,32 @@ def named_code(folder: Path) -> list[Path]:
 
 
 def named_modules(folder: Path) -> list[str]:
-    """Return the `module.Class` names in `auto_map` of a folder's tokenizer and processor configs."""
-    modules = []
-    for path in (path for pattern in _CONFIGS_WITH_CODE for path in folder.glob(pattern)):
-        try:
-            named = [parse_json(path.read_text(encoding="utf-8")).get("auto_map")]
-        except (OSError, ValueError, AttributeError):
-            continue
-        while named:
-            value = named.pop()
-            if isinstance(value, str):
-                modules.append(value.partition(".")[0])
-            elif isinstance(value, dict | list):
-                named += value.values() if isinstance(value, dict) else value
-    return modules
+    """Return the modules of the classes that a folder's tokenizer and processor configs name."""
+    paths = [path for pattern in _READERS_WITH_CODE for path in folder.glob(pattern)]
+    return [name.partition(".")[0] for path in paths for name in named_classes(path)]
+
+
+def named_classes(path: Path) -> list[str]:
+    """Return what a config names as custom code, sorted: `module.Class` or `repository--module.Class`.
+
+    Parts of the config count too, and so do configs that are read in its place (`configuration_files`).
+    """
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    found, parts = list[str](), [(content, "")]
+    while parts:
+        part, within = parts.pop()
+        if isinstance(part, str) and within in ("auto_map", "impl", "configuration_files"):
+            found.append(part)
+        elif isinstance(part, list):
+            parts += [(each, within) for each in part]
+        elif isinstance(part, dict):
+            for key, value in part.items():
+                is_impl = (within, key) == ("custom_pipelines", "impl")
+                parts.append((value, key if key in _NAMING or is_impl else within))
+    return sorted(found)
 
 
 def is_lfs_pointer(path: Path) -> bool:

@@ -123,7 +123,7 @@ def task_answers(
     from lm_eval.models.huggingface import HFLM
 
     harness = HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=1)
-    for name, task in tasks.load()["tasks"].items():
+    for name, task in tasks.load(limit)["tasks"].items():
         if task.OUTPUT_TYPE not in ("multiple_choice", "generate_until"):
             raise RequestError(
                 f"task {name!r} has output type {task.OUTPUT_TYPE!r}; expected multiple_choice or generate_until."

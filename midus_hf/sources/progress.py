@@ -5,7 +5,6 @@ import io
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
@@ -14,6 +13,11 @@ from tqdm import tqdm
 from midus_hf.config.errors import is_main_process
 
 _SECONDS_PER_LINE = 60.0  # between two lines of progress where standard error is no terminal
+# Messages of libraries that evaluations hide, by logger and by how they begin. All others reach the person.
+_HIDDEN_LOGS = {
+    # The harness says that it was given a loaded model, which is how it is always called here.
+    "lm_eval.models.huggingface": ("`pretrained` model kwarg is not of type", "Passed an already-initialized model"),
+}
 _UP = "\x1b[A"  # moves the cursor of a terminal up
 
 
@@ -72,29 +76,25 @@ def limit_bars() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide warnings, logs below errors, bars of transformers and standard output in the context."""
-    before = logging.root.manager.disable
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            with without_library_bars():
-                yield
-        finally:
-            logging.disable(before)
-
-
-@contextlib.contextmanager
-def only_bars() -> Iterator[None]:
-    """Hide standard error, except logged errors and a line of bars each minute; terminals get all."""
-    if sys.stderr.isatty():
-        yield
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setLevel(logging.ERROR)
-    logging.root.addHandler(handler)
+    """Hide bars of transformers and `_HIDDEN_LOGS` in the context; what libraries print goes to standard error."""
+    hidden = {logging.getLogger(name): _Without(beginnings) for name, beginnings in _HIDDEN_LOGS.items()}
+    for logger, without in hidden.items():
+        logger.addFilter(without)
     try:
-        with contextlib.redirect_stderr(_BarLines(sys.stderr, keeps_text=False)):
+        with contextlib.redirect_stdout(sys.stderr), without_library_bars():  # standard output is for results
             yield
     finally:
-        logging.root.removeHandler(handler)
+        for logger, without in hidden.items():
+            logger.removeFilter(without)
+
+
+class _Without(logging.Filter):
+    """Filter of messages that begin with one of some texts."""
+
+    def __init__(self, beginnings: tuple[str, ...]):
+        super().__init__()
+        self._beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a message is shown."""
+        return not record.getMessage().startswith(self._beginnings)

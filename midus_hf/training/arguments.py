@@ -55,8 +55,8 @@ class MemoryArguments(ModelKeys):
             self.protect = [self.protect]
         if self.eval_share:
             self.eval_on_start = True
-            if getattr(self, "load_best_model_at_end", False) and self.metric_for_best_model is None:
-                self.metric_for_best_model = "eval_held_out_loss"
+            if getattr(self, "load_best_model_at_end", False) and getattr(self, "metric_for_best_model", None) is None:
+                self.metric_for_best_model: str | None = "eval_held_out_loss"
         Rates.__post_init__(self)
         self._check_keys()
         if self.config_name is not None and self.trainable == "auto":

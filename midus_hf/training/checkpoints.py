@@ -68,8 +68,11 @@ def checkpoints_in(output: str | os.PathLike) -> dict[int, Path]:
     return dict(sorted(steps.items(), reverse=True))
 
 
-def find_damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint in one line; None if all files have the manifest's sizes."""
+def find_damage(checkpoint: Path, contents: bool = True) -> str | None:
+    """Return what is wrong with a checkpoint in one line; None if all files have the manifest's sizes.
+
+    `contents`: whether the files are read, too, which takes seconds per gigabyte, and compared with the manifest's digests.
+    """
     name = MANIFEST_FILE
     try:
         manifest = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
@@ -80,7 +83,7 @@ def find_damage(checkpoint: Path) -> str | None:
             num_bytes = (checkpoint / name).stat().st_size
             if num_bytes != size:
                 return f"{name} has {num_bytes:,} bytes instead of {size:,}"
-        for name, (_, digest) in entries.items():
+        for name, (_, digest) in entries.items() if contents else ():
             if _sha256(checkpoint / name) != digest:
                 return f"{name} does not have the contents that were written"
     except FileNotFoundError:
@@ -140,7 +143,8 @@ def has_optimizer_state(checkpoint: Path) -> bool:
 
 def resume_hint(output: str | os.PathLike) -> str:
     """Return how to recover a failed run, in words that end a sentence."""
-    whole = find_latest_complete(output)
+    # Sizes suffice for a hint: whoever resumes has the contents compared.
+    whole = next((each for each in checkpoints_in(output).values() if find_damage(each, contents=False) is None), None)
     if whole is None or not has_optimizer_state(whole):
         return "start the run again"
     return f"--resume_from_checkpoint true continues from {whole}"

@@ -59,19 +59,28 @@ def open_output(arguments: Any) -> Iterator[Path | None]:
         yield in_main_process(arguments, lambda: _open_here(arguments, opened))
 
 
+class MainProcessError(RuntimeError):
+    """Error of a process of a run whose main process failed, and says why."""
+
+
 def in_main_process(arguments: Any, work: Callable[[], Result]) -> Result:
-    """Do work in the main process; return its result, or raise its `RequestError`, in all processes."""
-    outcome: list[Any] = [None, None]  # the result or error of the main process
-    refused: RequestError | None = None
+    """Do work in the main process; return its result in all processes.
+
+    An error is raised in all processes, too: in the others a `RequestError` as it is, and `MainProcessError` for any other.
+    """
+    outcome: list[Any] = [None, None]  # the result of the main process, and the error of the others
+    failure: Exception | None = None
     if arguments.process_index == 0:
         try:
             outcome[0] = work()
-        except RequestError as error:
-            refused, outcome[1] = error, str(error)
+        except Exception as error:
+            failure = error
+            kind = RequestError if isinstance(error, RequestError) else MainProcessError
+            outcome[1] = kind(str(error) if kind is RequestError else f"{type(error).__name__}: {error}")
     broadcast_object_list(outcome)
-    result, refusal = outcome
-    if refusal is not None:
-        raise refused or RequestError(refusal)
+    result, told = outcome
+    if told is not None:
+        raise failure or told
     return result
 
 

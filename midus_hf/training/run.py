@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import math
 import os
-import resource
 import signal
 import sys
 import threading
@@ -37,6 +36,7 @@ from midus_hf.data.stream import StreamedSequences
 from midus_hf.files.checkpoint_files import RUN_CONFIG
 from midus_hf.models.view import ModelView
 from midus_hf.sources.names import answer_of_hub
+from midus_hf.sources.peak_memory import peak_memory_bytes
 from midus_hf.sources.progress import limit_bars, show_progress, without_library_bars
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.checkpoints import resume_hint
@@ -67,6 +67,7 @@ from midus_hf.training.output import (
 )
 from midus_hf.training.protection import Protection
 from midus_hf.training.rates import describe_rates, find_rates
+from midus_hf.training.template_day import DAY_KEY, first_day
 from midus_hf.training.trainer import MemoryTrainer, check_checkpoint
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -130,6 +131,9 @@ def run_training(
     config = load_config(arguments)
     tokenizer = load_run_tokenizer(arguments)
     with open_output(arguments) as checkpoint:
+        if arguments.num_train_epochs is None and arguments.max_steps > 0:
+            arguments.num_train_epochs = 1.0  # which the Trainer compares with 0, and else leaves to max_steps
+        arguments.first_day = in_main_process(arguments, partial(first_day, checkpoint))
         with limit_bars():
             with arguments.main_process_first(desc="reading texts"):
                 texts = read(arguments, config, tokenizer)
@@ -171,7 +175,8 @@ def run_training(
                 trainer.get_optimizer_cls_and_kwargs(arguments)
             if checkpoint is not None:
                 check_checkpoint(trainer, checkpoint)
-            trainer.inputs = in_main_process(arguments, partial(check_inputs, trainer, hashes, arguments, checkpoint))
+            inputs = in_main_process(arguments, partial(check_inputs, trainer, hashes, arguments, checkpoint))
+            trainer.inputs = {**inputs, DAY_KEY: {"day": arguments.first_day}}
         if arguments.learning_rate is None:
             _set_rates(trainer, arguments)
         sequences = trainer.train_dataset
@@ -203,9 +208,7 @@ def run_training(
                     )
                 raise RunInterrupted(f"interrupted after step {step:,}; {way}", stop.signal_number)
             blocks = sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-            if torch.cuda.is_available():
-                peak = torch.cuda.max_memory_allocated()
+            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_memory_bytes()
             trainer.log({"trained_parameters": num_trained(trainer.model) + blocks, "peak_memory_bytes": peak})
             failures = save_model(trainer, arguments, dtypes, uses_cache, tokenizer, files)
             if protection is not None and is_main:

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from jinja2 import TemplateError
@@ -22,6 +22,7 @@ from midus_hf.training.keys import SftKeys
 from midus_hf.training.outcome import HELD_OUT
 from midus_hf.training.run import TrainResult, run_training
 from midus_hf.training.sft_rows import read_chats
+from midus_hf.training.template_day import first_day, reads_clock, with_day
 from midus_hf.training.trainer import MemoryTrainerMixin
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 class SftArguments(SftKeys, MemoryArguments, SFTConfig):
     """Arguments of `midus sft`: the keys of TRL's `SFTConfig`, except `REFUSED` ones, and `SftKeys`."""
 
+    first_day: ClassVar[str | None] = None  # which templates read, set by a run; None: today
     gradient_checkpointing: bool | None = None  # type: ignore[assignment]  # an older name, of Transformers and TRL
 
     def __post_init__(self) -> None:
@@ -204,6 +206,13 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
         if "input_ids" in dataset.column_names:  # a held-out text, which is packed
             return super()._prepare_dataset(dataset, processing_class, args, False, *others)
         is_held_out = others[-1] != "train"
+        template = self.chat_template or processing_class.chat_template
+        if reads_clock(template) and not is_held_out:
+            day = args.first_day or first_day()
+            self.chat_template = with_day(template, day)
+            print_note(
+                f"the chat template writes the date: the run's first day, {day} (00:00), also when it is resumed"
+            )
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.errors import RequestError, print_note
-from midus_hf.data.corpus import read_rows
+from midus_hf.data.corpus import TEXT_KINDS, read_rows
 from midus_hf.sources.tokenizers import prefix_ids
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
     kept = [column for column in rows.column_names if column in (*columns, *others)]
     unread = [column for column in rows.column_names if column not in kept]
     template, kind = None, getattr(rows.features[columns[0]], "dtype", None)
-    if columns[0] != "prompt" or kind not in ("string", "large_string"):
+    if columns[0] != "prompt" or kind not in TEXT_KINDS:
         set_template(tokenizer, arguments.chat_template_path)
         if arguments.assistant_only_loss:
             _check_marks_answers(tokenizer)

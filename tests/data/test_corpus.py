@@ -331,6 +331,24 @@ def parquet_of(folder, **columns):
     return str(folder / "x.parquet")
 
 
+TEXT = pyarrow.array(["one", None, "two"])
+OF_ARROW = {"large": TEXT.cast("large_string"), "view": TEXT.cast("string_view"), "repeated": TEXT.dictionary_encode()}
+
+
+@pytest.mark.parametrize("kind", OF_ARROW)
+def test_text_of_every_type_of_arrow_is_read(folder, kind):
+    path = parquet_of(folder, text=OF_ARROW[kind], n=[1, 2, 3])
+    rows = read_corpus(path)
+    assert (rows["text"], rows["n"]) == (["one", "two"], [1, 3])
+    assert [row["text"] for row in read_rows("corpus", path, columns=["text"])] == ["one", None, "two"]
+
+
+@pytest.mark.parametrize("kind", ["binary", "large_binary", "binary_view"])
+def test_bytes_of_arrow_are_refused(folder, kind):
+    with refused(f"has {kind} under 'text'; expected text"):
+        read_corpus(parquet_of(folder, text=pyarrow.array([b"one"], kind)))
+
+
 def broken_text(folder):
     return parquet_of(
         folder, text=pyarrow.array([b"a"] * 2_000 + [b"\xff"]).view("string")

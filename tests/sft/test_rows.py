@@ -3,6 +3,7 @@
 import json
 import types
 
+import pyarrow.parquet
 import pytest
 from datasets import Dataset
 from sft.tiny_chats import character_tokenizer, chat, prepared, write_rows
@@ -51,6 +52,13 @@ def test_a_row_becomes_its_chat(case, tmp_path):
     row, expected = CHATS[case]
     (chat,) = read(write_rows(tmp_path / "x.jsonl", [row]))
     assert (chat if case == "texts" else chat["messages"]) == expected
+
+
+@pytest.mark.parametrize("kind", ["large_string", "string_view"])
+def test_texts_of_every_type_of_arrow_get_no_template(kind, tmp_path):
+    columns = {"prompt": pyarrow.array(["12"], kind), "completion": pyarrow.array(["3"], kind)}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
+    assert [*read(tmp_path / "x.parquet", template=None)] == [{"prompt": "12", "completion": "3"}]
 
 
 # Reading JSON is tested with corpora; here a table has every key of a column in each row, null where the row has none.

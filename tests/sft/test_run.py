@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from datetime import datetime
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -20,6 +21,7 @@ from tokenizers import processors
 from training.outcomes import assert_close_weights, assert_resumes, by_step, events, logged, moved, weights
 from training.tiny_run import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers.utils import chat_template_utils
 from trl import ModelConfig, ScriptArguments, SFTConfig
 from trl.chat_template_utils import qwen2_5_chat_template
 
@@ -27,6 +29,7 @@ from midus_hf.cli import sft as command
 from midus_hf.cli.sft import main
 from midus_hf.config.errors import install_extra
 from midus_hf.data.packing import IGNORED_LABEL
+from midus_hf.training import template_day
 from midus_hf.training.sft import REFUSED, SftArguments, finetune, has_loss
 from midus_hf.training.sft_rows import CHATML
 from upscalers.runs.upscale import upscale
@@ -253,6 +256,42 @@ def test_changed_rows_or_glossary_are_not_resumed_over(base, config_for, tmp_pat
             prepared(config_for(**keys, resume_from_checkpoint=True))
         path.write_text(before)
     assert finetune(config_for(**keys, resume_from_checkpoint=True)).steps == 2
+
+
+DATED = "{{ '<|im_start|>system\\n' + strftime_now('%d %b %Y %H:%M') + '<|im_end|>\\n' }}" + CHATML
+
+
+def test_resumed_run_writes_the_date_of_its_first_day(config_for, tmp_path, monkeypatch, capsys):
+    (tmp_path / "dated.jinja").write_text(DATED)
+    keys = {
+        "chat_template_path": str(tmp_path / "dated.jinja"),
+        "max_steps": 2,
+        "save_steps": 1,
+        "save_total_limit": None,
+    }
+    clock = Mock()
+    monkeypatch.setattr(chat_template_utils, "datetime", clock)
+    for day, resume in ((1, False), (2, True)):
+        clock.now.return_value = datetime(2026, 3, day, 12)
+        finetune(config_for(**keys, resume_from_checkpoint=resume))
+        assert "the run's first day, 2026-03-01 (00:00), also when it is resumed" in capsys.readouterr().err
+        inputs = json.loads((tmp_path / "out" / "checkpoint-2" / "inputs.json").read_text())
+        assert inputs["first_day"] == {"day": "2026-03-01"}
+        shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == DATED
+
+
+FORMATS = ["%d %B %Y", "%A, %-d. %b %y %H:%M:%S", "%Y-%m-%d", "100%% on %%d %j", "no code"]
+
+
+def test_template_reads_the_day_that_is_given():
+    tokenizer = character_tokenizer()
+    for written in FORMATS:
+        tokenizer.chat_template = template_day.with_day(
+            f"\n{{{{ strftime_now('{written}') }}}}\n" + CHATML, "2026-03-01"
+        )
+        text = tokenizer.apply_chat_template(chat(1)[:1], tokenize=False)
+        assert text == f"\n{datetime(2026, 3, 1).strftime(written)}\n<|im_start|>user\nsay 1<|im_end|>\n"
 
 
 def test_chapters_train_with_router_losses_and_frozen_bank(config_for, base, tmp_path):

@@ -193,6 +193,11 @@ def test_short_run_reads_every_fact_in_100_steps(tmp_path, monkeypatch, capsys):
     assert logged(output) == losses
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_max_steps_need_no_epochs(streaming, config_for):
+    assert run_training(config_for(num_train_epochs=None, max_steps=2, streaming=streaming)).steps == 2
+
+
 @pytest.mark.parametrize(
     ("keys", "steps", "remedy"),
     [

@@ -259,7 +259,7 @@ def test_methods_inspect_and_refusals_need_no_torch(base, tmp_path):
 STARTED_BY_A_LARGE_PROCESS = """
 import subprocess, sys
 held = bytearray(b"x") * 1_500_000_000
-code = "from upscalers.runs.upscale import _peak_rss_bytes; print(_peak_rss_bytes())"
+code = "from midus_hf.sources.peak_memory import peak_memory_bytes; print(peak_memory_bytes())"
 subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 """
 

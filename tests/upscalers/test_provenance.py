@@ -43,7 +43,7 @@ from upscalers.checkpoint.source import Source
 from upscalers.checkpoint.tokenizer import keep_tokenizer, name_processors
 from upscalers.edits.checkpoint_edit import shuffle
 from upscalers.request import Progress, VerificationError
-from upscalers.runs.inspection import inspect_code
+from upscalers.runs.inspection import find_other_code, inspect_code
 from upscalers.runs.strip import extract, strip
 from upscalers.runs.upscale import upscale
 
@@ -232,9 +232,61 @@ def test_changed_code_is_reported(tmp_path, command):
     for old, new, line in CHANGES:
         code.write_text(generated.replace(old, new, 1))
         assert inspect_code(model)["as_generated"] is False
-        assert line in " ".join(command("inspect", model).out.split())
+        outcome = command("inspect", model)
+        assert outcome.status == 1 and line in " ".join(outcome.out.split())
+        assert f"has code that midus-hf {__version__} does not generate" in outcome.err
     code.unlink()
-    assert inspect_code(model) is None and "carried code" not in command("inspect", model).out
+    outcome = command("inspect", model)
+    assert inspect_code(model) is None and outcome.status == 0 and "carried code" not in outcome.out
+
+
+def own(name: str) -> str:
+    return f"modeling_midus.{name}"
+
+
+OTHER_CODE = [
+    ("config.json", {"auto_map": {"AutoConfig": own("A"), "AutoModelForCausalLM": "evil.B"}}, ["evil.B"]),
+    (
+        "config.json",
+        {"text_config": {"auto_map": {"AutoModel": "me/model--modeling_midus.B"}}},
+        ["me/model--modeling_midus.B"],
+    ),
+    ("config.json", {"custom_pipelines": {"ask": {"impl": "evil.Ask", "pt": ["AutoModel"]}}}, ["evil.Ask"]),
+    ("config.json", {"configuration_files": ["config.5.0.0.json"]}, ["config.5.0.0.json"]),
+    ("config.5.0.0.json", {"auto_map": {"AutoConfig": "evil.C"}}, ["evil.C"]),
+    ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.T", None]}}, ["evil.T"]),
+    ("tokenizer_config.json", {"auto_map": [None, "/tmp/evil.T"]}, ["/tmp/evil.T"]),
+    (
+        "processor_config.json",
+        {"image_processor": {"auto_map": {"AutoImageProcessor": {"pil": "evil.P"}}}},
+        ["evil.P"],
+    ),
+    ("video_preprocessor_config.json", {"auto_map": {"AutoVideoProcessor": "modeling_midus.x.P"}}, [own("x.P")]),
+    ("config.json", {"auto_map": {"AutoModel": own("B"), "AutoConfig": None}, "note": "evil.N"}, []),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "names"), OTHER_CODE)
+def test_code_named_elsewhere_is_found(tmp_path, file, content, names):
+    (tmp_path / file).write_text(json.dumps(content))
+    (tmp_path / "evil.py").write_text("from .more import x\nraise SystemExit")
+    (tmp_path / "more.py").touch()
+    modules = {True: ["evil.py", "more.py"], False: []}
+    expected = [{"file": file, "name": name, "modules": modules[name.startswith("evil.")]} for name in names]
+    assert find_other_code(tmp_path) == expected
+
+
+def test_code_named_elsewhere_is_told_first(tmp_path, command):
+    model = save_upscaled("llama", tmp_path)
+    assert (command("inspect", model).status, find_other_code(model)) == (0, [])
+    edit_config(model, auto_map={"AutoConfig": "evil.X"})
+    (model / "custom_generate").mkdir()
+    (model / "custom_generate" / "generate.py").touch()
+    outcome = command("inspect", model)
+    told = "NOT checked, and run with trust_remote_code=True: config.json names evil.X; custom_generate/generate.py\n"
+    assert outcome.status == 1 and outcome.out.startswith(told) and "read it before" in outcome.err.lower()
+    listed = command("inspect", model, "--json")
+    assert (listed.status, [each["name"] for each in listed.json()["other_code"]]) == (1, ["evil.X", None])
 
 
 TEXT = "In 1984, don't   forget: naïve x=3.14!"

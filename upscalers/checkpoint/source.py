@@ -15,6 +15,8 @@ from midus_hf.files.checkpoint_files import (
     CARD_FILE,
     CONFIG,
     CONFIG_FILE,
+    CONFIGS_WITH_CODE,
+    CUSTOM_GENERATE,
     INDEX_FILE,
     RECORD,
     RECORD_FILE,
@@ -87,6 +89,13 @@ def fetch_files(source: Source, *kinds: Kind) -> None:
     """Download files of some kinds next to the config of a source; nothing for a local folder."""
     if source.revision is not None:
         _fetch(source.name, source.revision, [pattern for kind in kinds for pattern in kind], ignored=_ANY_FOLDER)
+
+
+def fetch_code(source: Source) -> None:
+    """Download the code of a source of the Hub and what names it, unexecuted; nothing for a local folder."""
+    if source.revision is not None:
+        _fetch(source.name, source.revision, (*CONFIGS_WITH_CODE, "*.py"), ignored=_ANY_FOLDER)
+        _fetch(source.name, source.revision, (CONFIG_FILE, CUSTOM_GENERATE))
 
 
 def copy_travelling_files(folder: Path, target: Path, progress: Progress) -> None:

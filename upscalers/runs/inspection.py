@@ -6,12 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.anatomy.record import UpscaleRecord, has_record
-from midus_hf.files.checkpoint_files import CODE, GLOSSARY_FILE
+from midus_hf.files.checkpoint_files import (
+    CODE,
+    CONFIGS_WITH_CODE,
+    CUSTOM_GENERATE,
+    GLOSSARY_FILE,
+    imported_code,
+    named_classes,
+)
 from midus_hf.files.outputs import STRIPPED_KEY
 from midus_hf.memories.bank import banks_of
 from upscalers.checkpoint.base_checkpoint import open_base, read_config
-from upscalers.checkpoint.source import resolve_source
+from upscalers.checkpoint.source import fetch_code, resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_upscaled
+
+_OWN_CLASS = re.compile(rf"{Path(CODE[0]).stem}\.\w+")
 
 
 def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
@@ -19,11 +28,11 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
 
     Returns:
         `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters", "new_memories",
-        "layers", "measurements", "code"}`; with a glossary also `entries`, their number; after edits `edits`. `parameters` has
-        `total` and `new`, and where texts fetch blocks `fetched` and `bank`; `layers` has `{"index", "new", "from", "parameters"}`
-        per layer. A result of `strip` has `"stripped"`: `{"model", "method", "removed_layers", "base_confirmed",
-        "differing_tensors"}`, and if it holds no earlier upscaling, otherwise only `{"model", "model_type", "num_layers",
-        "parameters"}`.
+        "layers", "measurements", "code"}`; with a glossary also `entries`, their number; after edits `edits`; where other code than
+        `code` would run `other_code` (see `find_other_code`). `parameters` has `total` and `new`, and where texts fetch blocks
+        `fetched` and `bank`; `layers` has `{"index", "new", "from", "parameters"}` per layer. A result of `strip` has `"stripped"`:
+        `{"model", "method", "removed_layers", "base_confirmed", "differing_tensors"}`, and if it holds no earlier upscaling,
+        otherwise only `{"model", "model_type", "num_layers", "parameters"}` and any `other_code`.
     """
     with resolve_source(str(model), config_only=True) as source:
         config = read_config(source.folder)
@@ -35,9 +44,12 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         counted = {name: tensor for name, tensor in opened.tensors.items() if name not in opened.uncounted_names}
         counts = {name: math.prod(tensor.shape) for name, tensor in counted.items()}
         described = {"model": str(model), "model_type": opened.config["model_type"]}
+        fetch_code(source)
+        other = find_other_code(source.folder)
+        other_code = {"other_code": other} if other else {}
         if is_plain:
             total = {"total": sum(counts.values())}
-            return {**described, "num_layers": opened.num_layers, "parameters": total, **stripped}
+            return {**described, "num_layers": opened.num_layers, "parameters": total, **other_code, **stripped}
         plan = read_plan(upscaled, opened)
         layers = [
             {
@@ -72,6 +84,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             "layers": layers,
             "measurements": record.get("measurements") or [],
             "code": inspect_code(source.folder),
+            **other_code,
             **({EDITS_KEY: list(upscaled.edits)} if upscaled.edits else {}),
             **stripped,
         }
@@ -99,3 +112,21 @@ def inspect_code(folder: Path) -> dict[str, Any] | None:
     header = re.search(r"^midus-hf (\S+) wrote this module", text, flags=re.MULTILINE)
     generated = carried_module(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     return {"file": path.name, "version": header and header.group(1), "as_generated": text == generated}
+
+
+def find_other_code(folder: Path) -> list[dict[str, Any]]:
+    """Return what lets `trust_remote_code=True` run code other than `CODE`, which `inspect_code` judges.
+
+    Returns:
+        `{"file", "name", "modules"}` for each name: the file that names it, the name as it stands there, and the files of the
+        folder that would run, those that it imports from the folder included. `name` is None for code that runs unnamed.
+    """
+    found: list[dict[str, Any]] = []
+    for path in sorted(file for pattern in CONFIGS_WITH_CODE for file in folder.glob(pattern)):
+        for name in dict.fromkeys(named_classes(path)):
+            if not _OWN_CLASS.fullmatch(name):
+                modules = [file.name for file in imported_code(folder, [name.partition(".")[0]])]
+                found.append({"file": path.name, "name": name, "modules": modules})
+    if (folder / CUSTOM_GENERATE).is_file():
+        found.append({"file": CUSTOM_GENERATE, "name": None, "modules": [CUSTOM_GENERATE]})
+    return found

@@ -1,10 +1,7 @@
 """Run of one upscaling, from request to report."""
 
-import contextlib
 import re
-import resource
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.bank import banks_of
 from midus_hf.sources.names import check_sources
+from midus_hf.sources.peak_memory import peak_memory_bytes
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import (
     check_account,
@@ -146,7 +144,7 @@ def upscale(
         new_layer_indices=job.plan.new_indices,
         parameters=job.counts(),
         seconds=time.perf_counter() - started,
-        peak_rss_bytes=_peak_rss_bytes(),
+        peak_rss_bytes=peak_memory_bytes(),
         promises_identity=chosen.identity,
         identity_except=chosen.identity_except if chosen.identity else None,
         renumbers_layers=job.plan.renumbers,
@@ -174,16 +172,6 @@ def _push(folder: Path, repository: str, private: bool, report: UpscaleReport, p
         command = shlex.join(["hf", "upload", repository, str(folder), *(["--private"] if private else [])])
         message = f"the upload to {repository} {reason}; {folder} is complete. Upload it with: {command}"
         raise PushError(message, report, interrupted) from error
-
-
-def _peak_rss_bytes() -> int:
-    # On Linux, getrusage includes the memory of the parent process at the fork.
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

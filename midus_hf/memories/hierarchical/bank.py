@@ -209,7 +209,8 @@ def _map_blocks(path: Path, count: int, dtype: torch.dtype, num_marks: int) -> t
     # Safetensors maps for torch what could be written too, which Linux refuses for a file larger than the machine's memory.
     start = path.stat().st_size - num_marks - count * dtype.itemsize
     with path.open("rb") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of what cannot be written
+        # Torch warns of memory that cannot be written, which nothing here does.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return torch.frombuffer(mapped, dtype=dtype, count=count, offset=start)
 

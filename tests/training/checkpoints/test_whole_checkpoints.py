@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 
 from midus_hf.files.outputs import exclusive
 from midus_hf.training import MemoryTrainer, checkpoints
-from midus_hf.training.checkpoints import find_damage, find_latest_complete, remove_checkpoint
+from midus_hf.training.checkpoints import find_damage, find_latest_complete, remove_checkpoint, resume_hint
 from midus_hf.training.inputs import model_hashes, rows_digest
 from midus_hf.training.output import PartialSaveError
 from midus_hf.training.run import RunInterrupted, run_training
@@ -76,6 +76,12 @@ def test_damaged_checkpoint_is_skipped(name, output, capsys):
     assert find_latest_complete(output) == output / "checkpoint-2"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"checkpoint-4 is skipped: {reason.format(file)}")
+
+
+def test_hint_after_an_error_reads_no_checkpoint(output, monkeypatch):
+    monkeypatch.delattr("midus_hf.training.checkpoints._sha256")
+    os.truncate(output / "checkpoint-4" / WEIGHTS, 5)
+    assert resume_hint(output) == f"--resume_from_checkpoint true continues from {output / 'checkpoint-2'}"
 
 
 def test_resumption_skips_a_damaged_checkpoint_exactly(resumed, output, whole, capsys):

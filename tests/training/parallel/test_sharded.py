@@ -75,6 +75,40 @@ atexit.register(fail_if_the_group_is_not_left)
 """
 
 
+# Then both processes come to the same work, which they could not if one of them still waited for the other.
+FAILS_IN_THE_MAIN_PROCESS = """
+from types import SimpleNamespace
+import torch.distributed as dist
+from accelerate import PartialState
+from midus_hf.training.output import in_main_process
+
+state = PartialState(cpu=True)
+run = SimpleNamespace(process_index=state.process_index)
+errors = [None, None]
+try:
+    in_main_process(run, lambda: {}["lost"])
+except Exception as error:
+    dist.all_gather_object(errors, f"{type(error).__name__}: {error}")
+if state.is_main_process:
+    print(errors)
+print(in_main_process(run, lambda: "result of the first"))
+state.destroy_process_group()
+"""
+
+
+def test_error_of_the_main_process_reaches_the_others():
+    run = run_ranks(FAILS_IN_THE_MAIN_PROCESS)
+    assert run.returncode == 0, run.stderr
+    assert """["KeyError: 'lost'", "MainProcessError: KeyError: 'lost'"]""" in run.stdout
+    assert run.stdout.count("result of the first") == 2
+
+
+def test_only_the_process_that_failed_says_why(words):
+    fails = f"from midus_hf.training import output\noutput._open_here = lambda *_: {{}}['lost']\n{MIDUS}"
+    run = run_ranks(fails, "train", *words)
+    assert run.returncode == 1 and run.stderr.count("KeyError: 'lost'") == run.stderr.count("Traceback") == 1
+
+
 def sharded(recipe: Path, *words: str) -> None:
     run = run_ranks(SHARDED, "train", recipe, *words, **ENVIRONMENT)
     assert run.returncode == 0, run.stderr
