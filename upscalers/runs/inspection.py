@@ -25,7 +25,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         "differing_tensors"}`, and if it holds no earlier upscaling, otherwise only `{"model", "model_type", "num_layers",
         "parameters"}`.
     """
-    with resolve_source(str(model), config_only=True) as source:
+    with resolve_source(str(model), config_only=True, needs=((GLOSSARY_FILE,),)) as source:
         config = read_config(source.folder)
         record = read_record(source.folder) or {}
         stripped = {STRIPPED_KEY: record[STRIPPED_KEY]} if isinstance(record.get(STRIPPED_KEY), dict) else {}
@@ -78,7 +78,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
 
 
 def _count_entries(folder: Path) -> dict[str, int]:
-    if not (folder / GLOSSARY_FILE).is_file():  # without packs, or on the Hub, where only the config is fetched
+    if not (folder / GLOSSARY_FILE).is_file():
         return {}
     from midus_hf.memories.packs.glossary import read_glossary
 
