@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import math
 import os
+import pwd
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -166,6 +167,18 @@ def family(request) -> str:
 def native_family(request) -> str:
     """Each family that is upscaled as its own kind, in turn."""
     return request.param
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the user have no home folder, as in many containers."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
 @pytest.fixture

@@ -156,7 +156,8 @@ _EMPTY: Mapping[str, Any] = {
 def _rows() -> Mapping[str, Any]:
     """Return entries by type, of the file or proven by the user; a text says why a type hosts no memory."""
     rows = json.loads(FILE.read_text(encoding="utf-8"))
-    for path in sorted((user_cache() / "types").glob("*.json")):
+    cache = user_cache()
+    for path in [] if cache is None else sorted((cache / "types").glob("*.json")):
         try:
             listed, own = rows.get(path.stem), json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
@@ -171,7 +172,9 @@ def installed_version() -> str:
     return ".".join(version("transformers").split(".")[:2])
 
 
-def user_cache() -> Path:
-    """Return `~/.cache/midus_hf`, with rows that the user proved in `types`; `RuntimeError` without a home."""
-    caches = os.environ.get("XDG_CACHE_HOME")
-    return (Path(caches) if caches else Path.home() / ".cache") / "midus_hf"
+def user_cache() -> Path | None:
+    """Return `~/.cache/midus_hf`, with rows that the user proved in `types`; None for a user without a home."""
+    if caches := os.environ.get("XDG_CACHE_HOME"):
+        return Path(caches, "midus_hf")
+    caches = os.path.expanduser("~/.cache/midus_hf")
+    return None if caches.startswith("~") else Path(caches)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 # Characters of a cell that stays in one line.
 _SHORT_CELL = 12
 FAILED, WRONG_REQUEST, NOT_PRINTED = 1, 2, 3
+_NO_HOME = "Could not determine home directory."  # an error of `Path.expanduser`
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
@@ -131,6 +132,11 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
                 status, line = FAILED, str(told)
             elif isinstance(error, RequestError):
                 status, line = WRONG_REQUEST, str(error)
+            elif isinstance(error, RuntimeError) and str(error) == _NO_HOME:
+                status, line = (
+                    WRONG_REQUEST,
+                    "a path begins with '~', and there is no such home folder. Give the whole path.",
+                )
             elif raises:
                 raise
             else:

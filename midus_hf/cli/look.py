@@ -139,14 +139,21 @@ def glossary(
     at_least: Annotated[
         float | None, cli_option("End with status 1 if fewer values or answers are right.", "SHARE", min=0, max=1)
     ] = None,
-    batch_size: Annotated[int, cli_option("Values per forward pass.", "N", min=1)] = 4,
+    batch_size: Annotated[
+        int | None, cli_option("Values per forward pass.  [default: 4]", "N", min=1)
+    ] = None,
     dtype: Dtype = "auto", device: Device = None, output: Output = None, json_: Json = False,
 ) -> None:  # fmt: skip
     """Check names of a glossary, and what the model continues (packs). With --questions: what it answers."""
     asked = Model(model, dtype, device)
     if questions_file is None:
-        _answer(lambda: answer_glossary(asked, limit, at_least, batch_size), output, json_)
+        _answer(lambda: answer_glossary(asked, limit, at_least, batch_size or 4), output, json_)
     else:
+        if batch_size is not None:
+            raise RequestError(
+                f"batch-size is {batch_size} and questions are given, which are asked one by one; expected one of them. Leave "
+                "--batch-size out."
+            )
         _answer(lambda: answer_questions(asked, questions_file, limit, at_least), output, json_)
 
 

@@ -1,10 +1,9 @@
 """The `upscale` command."""
 
 import dataclasses
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -38,11 +37,12 @@ Overwrite = Annotated[bool, _OVERWRITE]
 
 @dataclasses.dataclass
 class RunRequest:
-    """Keys of a YAML file: the arguments of `upscalers.upscale`."""
+    """Keys of a YAML file: the arguments of `upscalers.upscale`, and `corpus`, which is one of the method's options."""
 
     base: str | None = None
     method: str | None = None
     output: str | None = None
+    corpus: str | None = None
     num_new_layers: int | None = None
     placement: int | str | list[int] | None = None
     seed: int | None = None
@@ -98,8 +98,9 @@ def run(
     \b
     upscale --base meta-llama/Llama-3.2-1B --method midus-hml --output DIR
     """
+    sources = {key: context.get_parameter_source(key) for key in context.params}
+    given = [key for key, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if context.invoked_subcommand is not None:
-        given = [key for key, value in context.params.items() if value or (key, value) == ("verify", False)]
         if given:
             option = given[0].strip("_").replace("_", "-")
             raise RequestError(
@@ -107,24 +108,26 @@ def run(
                 "command. Move it there, or leave it out."
             )
         return
-    if not any(context.params.values()):
+    if not given:
         print(context.get_help())
         return
-    keys = {field.name for field in dataclasses.fields(RunRequest)}
+    keys = {field.name for field in dataclasses.fields(RunRequest)} - {"corpus"}
     options = {key: value for key, value in context.params.items() if key in keys and value is not None}
     read = {} if config is None else vars(parse_options(RunRequest, read_mapping(config), f"--config {config}"))
     arguments = {**{key: value for key, value in read.items() if value is not None}, **options}
-    arguments["options"] = {**(arguments.get("options") or {}), **read_settings(set_ or [])}
-    if corpus is not None:
-        _take_corpus(arguments, corpus, set_ or [])
     for needed in ("base", "method"):
         if not arguments.get(needed):
             raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
 
     from upscalers.console import Console, print_report
+    from upscalers.methods.contract import with_corpus
     from upscalers.record.provenance import PushError
     from upscalers.runs.upscale import upscale
 
+    arguments["options"] = {
+        **with_corpus(arguments["method"], arguments.get("options") or {}, arguments.pop("corpus", None)),
+        **with_corpus(arguments["method"], read_settings(set_ or []), corpus),
+    }
     ending: CommandExit | None = None
     try:
         report = upscale(**arguments, progress=Console())
@@ -133,26 +136,6 @@ def run(
     show(report.to_dict() if json_ else report, json_, partial(print_report, dry_run=bool(arguments.get("dry_run"))))
     if ending is not None:
         raise ending
-
-
-def _take_corpus(arguments: dict[str, Any], corpus: str, settings: Sequence[str]) -> None:
-    from upscalers.methods.contract import METHODS, get_method
-
-    if any(setting.partition("=")[0] == "corpus" for setting in settings):
-        raise RequestError(
-            "--corpus and --set corpus= are given, which are the same; expected one of them. Leave one out."
-        )
-    method = arguments.get("method")
-    if method and not _reads_corpus(get_method(method)):
-        reading = [name for name in sorted(METHODS) if _reads_corpus(METHODS[name])]
-        raise RequestError(
-            f"--corpus is given, and method {method!r} reads no corpus; expected one of {', '.join(reading)}. Leave --corpus out."
-        )
-    arguments["options"]["corpus"] = corpus
-
-
-def _reads_corpus(method: Any) -> bool:
-    return any(field.name == "corpus" for field in dataclasses.fields(method.options_class))
 
 
 @app.command()

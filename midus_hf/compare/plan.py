@@ -21,7 +21,7 @@ from midus_hf.sources.names import check_model_name, check_sources, saved_config
 from midus_hf.training.keys import short_run_rates, trains_new_parts
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source
-from upscalers.methods.contract import get_method
+from upscalers.methods.contract import get_method, with_corpus
 from upscalers.methods.memory_methods import HostedMemoryMethod
 from upscalers.plan import spell_placement
 from upscalers.request import parse_options
@@ -37,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Keys of `midus train` and of `upscale` that the comparison sets: dropped from recipes, refused in mappings.
 _OWN_TRAINING_KEYS = ("model_name_or_path", "output_dir", "seed", "eval_text", "resume_from_checkpoint")
 _OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
-_UPSCALING_KEYS = ("method", "num_new_layers", "placement", "options", "dtype", "max_shard_size", "verify")
+_UPSCALING_KEYS = ("method", "num_new_layers", "placement", "options", "corpus", "dtype", "max_shard_size", "verify")
 
 
 def rate_name(rate: Rate) -> str:
@@ -240,6 +240,9 @@ def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) 
             raise RequestError(f"{label} has no option {unknown[0]!r}. {one_of(_UPSCALING_KEYS)}")
         if "method" not in keys or not isinstance(keys.get("options"), dict | None):
             raise RequestError(f"{label} is {keys}; expected a method of 'upscale methods', and a mapping of options.")
+        if "corpus" in keys:
+            with name_in_request_errors(label):
+                keys["options"] = with_corpus(keys["method"], keys.get("options") or {}, keys.pop("corpus"))
         with name_in_request_errors(label):
             report = upscale(base=comparison.base, dry_run=True, **keys).parameters
         kinds, controls = _find_memory(comparison.base, keys)
@@ -276,7 +279,7 @@ def _find_memory(base: str, keys: Mapping[str, Any]) -> tuple[list[type[MemoryOp
     if not issubclass(method_class, HostedMemoryMethod):
         return [], {}
     method = method_class(parse_options(method_class.options_class, keys.get("options") or {}, method_class.name))
-    with resolve_source(base, config_only=True) as source:
+    with resolve_source(base, config_only=True, needs=method.needs) as source:
         opened = open_base(source.folder, needs_weights=False)
         memory = method.entry(opened, method.plan(opened, keys.get("num_new_layers"), placement))
     changes: Any = controls_of(memory.options, opened.layout.sizes, memory.layers)

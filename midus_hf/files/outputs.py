@@ -244,7 +244,7 @@ def as_disk_error(error: BaseException, path: Path | None = None, needed: int | 
     reason = _reason_of_disk(error)
     if reason is None:
         return None
-    caches = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    caches = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
     places = (
         [path, Path(tempfile.gettempdir())] if path is not None else [Path.cwd(), Path(tempfile.gettempdir()), caches]
     )

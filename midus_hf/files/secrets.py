@@ -68,6 +68,6 @@ def _hidden_pair(match: re.Match) -> str:
 
 def for_record(value: Any) -> Any:
     """Return a value for shared files: without secrets, home paths as `~/...`."""
-    home = Path("~").expanduser()  # as it is named and as it is resolved
+    home = Path(os.path.expanduser("~"))  # as it is named and as it is resolved; without a home, `~` itself
     homes = {str(path) for path in (home, Path(os.path.realpath(home))) if len(path.parts) > 1}
     return without_secrets(value, homes=sorted(homes, reverse=True))

@@ -41,10 +41,6 @@ class MemoryFiles:
 
     def bind_to_base(self, folder: Path) -> None:
         """Update the layers and the base of the model in files that name them. Default: no files do."""
-        self.tie(folder)
-
-    def tie(self, folder: Path) -> None:
-        """Do the work of `bind_to_base`: its name until 1.0."""
 
     def paths(self, folder: Path) -> list[Path]:
         """Return the bank's files in a folder. Default: those that match its patterns, by the memory's name."""
@@ -76,9 +72,6 @@ def register_memory_files(options_class: type[MemoryOptions]) -> Callable[[AnyBa
         return cls
 
     return decorate
-
-
-Bank, bank_of = MemoryFiles, register_memory_files  # the names until 1.0
 
 
 def bank_class(options_class: type[MemoryOptions]) -> type[MemoryFiles] | None:

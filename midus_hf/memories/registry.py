@@ -26,7 +26,7 @@ Layer = TypeVar("Layer", bound=type)
 #: Options classes of the registered types, by type. Types of other packages are added when `memory_type` looks for one.
 MEMORY_TYPES: dict[str, type[MemoryOptions]] = {}
 
-# Types in checkpoints from before types had the names of their methods, which are read until 1.0.
+# Types in checkpoints from before types had the names of their methods.
 _EARLIER_TYPES = {
     "chapters": "moc",
     "depth-attention": "moda",
@@ -40,7 +40,7 @@ _PAGED: dict[type[MemoryOptions], Any] = {}
 _ENTRY_KEYS = frozenset({"type", "name", "site", "layers", "into", "span"})
 _ROLES: tuple[Role, ...] = get_args(Role)
 _SAMPLE = ModelSizes(hidden_size=64, num_heads=4, intermediate_size=128, num_layers=4)
-# Options for the bits of tables that midus-hf 0.1.0 rounded to integers; null where tables were not.
+# Options for the bits of tables of integers, which checkpoints of earlier commits have; null where tables were not rounded.
 _BITS = ("value_bits", "bank_bits")
 
 # In tensor names: `memory` and `memories.NAME` in a layer, `memory_tables.NAME.NUMBER` in the stack of layers.
@@ -84,9 +84,6 @@ def register_layer(options_class: type[MemoryOptions]) -> Callable[[Layer], Laye
         return cls
 
     return decorate
-
-
-layer_of = register_layer  # the name until 1.0
 
 
 def register_paged_layer(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:

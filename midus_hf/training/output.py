@@ -17,7 +17,14 @@ from transformers import GenerationConfig, TrainerState
 
 from midus_hf.config.errors import RequestError, first_few, first_line
 from midus_hf.config.yaml_options import read_mapping, write_yaml
-from midus_hf.files.cards import PROTECTED_HEADING, card_example, without_results, without_section
+from midus_hf.files.cards import (
+    PROTECTED_HEADING,
+    card_bytes,
+    card_example,
+    card_text,
+    without_results,
+    without_section,
+)
 from midus_hf.files.checkpoint_files import (
     CARD_FILE,
     CONFIG_FILE,
@@ -221,10 +228,8 @@ def save_model(
     }
     for name, content in files.items():
         if name == CARD_FILE:
-            # A byte that is no UTF-8 stays as it is.
-            card = without_results(content.decode(errors="surrogateescape"), "training")
-            card = without_section(card, PROTECTED_HEADING)
-            content = add_training(card.encode(errors="surrogateescape"), arguments, trainer.state)
+            card = without_section(without_results(card_text(content), "training"), PROTECTED_HEADING)
+            content = card_bytes(add_training(card, arguments, trainer.state))
         writers[name] = partial((partial_model / name).write_bytes, content)
     failures = []
     for name, write in writers.items():
@@ -261,7 +266,7 @@ def upload_model(repository: str, output: Path, token: str | None) -> None:
         ) from error
 
 
-def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
+def add_training(card: str, arguments: Any, state: TrainerState) -> str:
     """Append "Trained with" to a model card: steps, losses, held-out texts before and after, and keys."""
     losses = [event["loss"] for event in state.log_history if "loss" in event]
     final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
@@ -289,7 +294,7 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
 ```yaml
 {write_yaml(_shared(arguments.recorded()))}```
 """
-    return card.rstrip() + section.encode()
+    return card.rstrip() + section
 
 
 def saved_step(arguments: Any, state: TrainerState) -> int:

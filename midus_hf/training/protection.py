@@ -16,8 +16,8 @@ from safetensors import safe_open
 from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import evaluating
-from midus_hf.files.cards import PROTECTED_HEADING, without_section
-from midus_hf.files.checkpoint_files import CARD_FILE, CERTIFICATE, TRAINED_FILE
+from midus_hf.files.cards import PROTECTED_HEADING, read_card, without_section, write_card
+from midus_hf.files.checkpoint_files import CERTIFICATE, TRAINED_FILE
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.engram.known_ngrams import (
     REMOVED_NGRAM,
@@ -108,11 +108,9 @@ class Protection:
         }
         with atomic_write(folder / CERTIFICATE) as unfinished:
             unfinished.write_text(json.dumps(certificate, indent=2) + "\n", encoding="utf-8")
-        card = folder / CARD_FILE
-        if card.is_file():
-            with atomic_write(card) as unfinished:
-                content = without_section(card.read_text("utf-8"), PROTECTED_HEADING) + _section(texts, self.counts)
-                unfinished.write_text(content, encoding="utf-8")
+        card = read_card(folder)
+        if card is not None:
+            write_card(folder, without_section(card, PROTECTED_HEADING) + _section(texts, self.counts))
         print(f"protected: {count} texts have the same logits, bit for bit; {folder / CERTIFICATE} says which")
 
 

@@ -134,6 +134,9 @@ def main(words: list[str] | None = None) -> int:
     unknown = [name for name in named if name not in CONFIG_MAPPING]
     if unknown:
         parser.error(f"transformers {transformers.__version__} has no type {', '.join(unknown)}")
+    cache = user_cache()
+    if named and cache is None:
+        parser.error("there is no home folder to keep rows in; set HOME or XDG_CACHE_HOME")
     rows = {} if named or not FILE.is_file() else json.loads(FILE.read_text(encoding="utf-8"))
     status = 0
     for model_type in tqdm(named or [*causal_types(), *composite_types()], unit="type"):
@@ -146,7 +149,8 @@ def main(words: list[str] | None = None) -> int:
             print(f"{model_type!r} {row}", file=sys.stderr)
             status = 1
             continue
-        path = user_cache() / "types" / f"{model_type}.json"
+        assert cache is not None, "it was checked"
+        path = cache / "types" / f"{model_type}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(table_of(row), encoding="utf-8")
         print(f"{path}: {', '.join(row.get('wirings', [])) or 'a composite model'}")

@@ -393,6 +393,15 @@ def test_error_of_a_library_is_a_failure_with_our_place(body, said, is_of_librar
     assert ended("midus_hf.new", body, "midus train") == (1, "", "")  # a traceback
 
 
+@pytest.mark.parametrize(
+    "words", [["upscale", "--base", "~/b", "--method", "solar", "--dry-run"], ["midus flops", "~/b"]]
+)
+def test_a_path_in_an_unknown_home_is_refused(words, no_home, as_command):
+    done = as_command(words[0])(*words[1:])
+    assert (done.status, done.out) == (2, "")
+    assert done.err == f"{words[0]}: a path begins with '~', and there is no such home folder. Give the whole path.\n"
+
+
 @pytest.mark.parametrize("command", ["midus edit", "midus train"])
 def test_full_disk_is_one_line_with_the_room_left(command, room, as_command, monkeypatch):
     function, words = WORK[command]

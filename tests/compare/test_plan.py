@@ -100,6 +100,7 @@ def test_upscaled_base_learns_at_the_rates_of_new_parts(room, planned, tmp_path)
 REFUSED_VARIANT = {
     "option of upscale": ({"upscale": {**HEADWISE, "num_new_layer": 2}}, "upscale has no option 'num_new_layer'. Expected one of: m"),
     "no method": ({"upscale": {"num_new_layers": 2}}, "upscale is {'num_new_layers': 2}; expected a method"),
+    "corpus without a reader": ({"upscale": {**HEADWISE, "corpus": "a"}}, "upscale: corpus is 'a', and method 'midus-hml' reads no"),
     "options not a mapping": ({"upscale": {**HEADWISE, "options": [1]}}, "upscale is .*expected a method.* and a mapping of options"),
     "option of the method": ({"upscale": {**HEADWISE, "options": {"m": 2}}}, "upscale: method midus-hml has no option 'm'"),
     "base": ({"upscale": {**HEADWISE, "base": "other"}}, "upscale has 'base', which the comparison sets for each run; leave it"),

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from midus_hf.files.cards import without_results
+from midus_hf.files.cards import read_card, without_results, without_section, write_card
 from midus_hf.files.checkpoint_files import (
     CONFIG,
     OF_UPSCALED,
@@ -179,6 +179,22 @@ def test_card_results_are_left_out_with_a_note(before, results, after, newline, 
     said = "results in the card's metadata are left out, since they were measured before training\n"
     assert capsys.readouterr().err == said
     assert ModelCard(with_results.replace(newline, "\n"), ignore_metadata_errors=True).text == body
+
+
+@pytest.mark.parametrize("content", [b"caf\xe9\r\n", b"\xff\n\xfe", "\ufeff# caf\u00e9\n".encode()])
+def test_a_card_is_written_with_the_bytes_it_had(content, tmp_path):
+    (tmp_path / "README.md").write_bytes(content)
+    card = read_card(tmp_path)
+    write_card(tmp_path, f"{card}more")
+    assert (tmp_path / "README.md").read_bytes() == content + b"more"
+    assert read_card(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_section_goes_whatever_its_line_ends(newline):
+    card = "# Title\n\n## Protected texts\n\nall\n\n## Trained\n\nlong\n".replace("\n", newline)
+    left = without_section(card, "## Protected texts")
+    assert left.split() == ["#", "Title", "##", "Trained", "long"]
 
 
 @pytest.mark.parametrize("card", ["", "model-index:\n", "---\na: 1\n---\nmodel-index:\n- x\n", "---\nmodel-index:\n"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from midus_hf.files.outputs import OutputFolder, atomic_write, exclusive, unfinished_path
+from midus_hf.files.outputs import OutputFolder, as_disk_error, atomic_write, exclusive, unfinished_path
 
 
 def test_atomic_write_replaces_only_when_complete(tmp_path):
@@ -115,3 +115,8 @@ def test_missing_file_locks_give_a_note(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "record.json").read_text() == "new"
     line = f"{tmp_path} is not locked: its file system has no locks. Do not let another run write to it.\n"
     assert capsys.readouterr().err == line
+
+
+def test_a_full_disk_is_told_without_a_home(no_home, monkeypatch):
+    monkeypatch.delenv("HF_HOME", raising=False)
+    assert "No space left on device" in str(as_disk_error(OSError(errno.ENOSPC, "No space left on device")))

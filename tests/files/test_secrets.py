@@ -54,3 +54,7 @@ def test_records_name_the_home_by_a_tilde(monkeypatch, tmp_path):
     assert for_record([str(tmp_path / "link" / "a"), str(home / "a")]) == ["~/a", "~/a"]
     monkeypatch.setenv("HOME", "/")
     assert for_record("/data") == "/data"
+
+
+def test_records_are_made_without_a_home(no_home):
+    assert for_record(["/data", "~/a"]) == ["/data", "~/a"]

@@ -99,6 +99,11 @@ def folder(tmp_path_factory):
     return room
 
 
+def test_a_batch_size_of_questions_is_refused(folder, capsys):
+    assert look(["glossary", str(folder / "model"), "--questions", "x.jsonl", "--batch-size", "2"]) == 2
+    assert "batch-size is 2 and questions are given, which are asked one by one" in capsys.readouterr().err
+
+
 def test_status_is_1_if_fewer_values_are_right_than_asked(folder, capsys, tmp_path):
     assert look(["glossary", str(folder / "model"), "--at-least", "1", "--output", str(tmp_path / "all.csv")]) == 1
     said, message = capsys.readouterr(), "0.0% of the values come back; expected at least 100.0% (--at-least)."

@@ -315,6 +315,15 @@ def test_unlisted_type_is_refused_with_its_proof_command(fresh, tmp_path, monkey
         model_type_of("llama")
 
 
+def test_types_are_known_without_a_home(no_home, fresh, capsys):
+    fresh()
+    assert types.user_cache() is None
+    assert model_type_of("llama").class_name == "Llama"
+    with pytest.raises(SystemExit, match="2"):
+        main(["cohere"])
+    assert "there is no home folder to keep rows in; set HOME or XDG_CACHE_HOME" in capsys.readouterr().err
+
+
 def test_other_transformers_needs_the_same_tensors(monkeypatch):
     monkeypatch.setattr(template, "installed_version", lambda: "9.1")
     row = model_type_of("llama")

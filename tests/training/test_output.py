@@ -84,7 +84,7 @@ def test_card_has_held_out_losses_before_and_after(tmp_path):
         ]
         state = TrainerState(global_step=2, best_global_step=0, log_history=events, num_input_tokens_seen=1_000)
         state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
-        return add_training(b"# A model", tiny_config(tmp_path, tmp_path, tmp_path, **keys), state).decode()
+        return add_training("# A model", tiny_config(tmp_path, tmp_path, tmp_path, **keys), state)
 
     both = card({0: 3.0, 1: 2.0, 2: 2.5})
     assert all(f"| {name} | 3.0000 | 2.5000 | 20.0855 | 12.1825 |\n" in both for name in "ab")

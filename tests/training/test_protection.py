@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.look import main as look
+from midus_hf.files.cards import read_card
 from midus_hf.files.checkpoint_files import CERTIFICATE
 from midus_hf.memories.engram.known_ngrams import REMOVED_NGRAM, read_certificate
 from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT
@@ -19,6 +20,8 @@ from tests.training.tiny_run import refused, tiny_config, tiny_tokenizer, write_
 from upscalers.runs.upscale import upscale
 
 MEMORY = "model.layers.1.memories.ngram.value_table"
+# A line at the end of the model's card that is no UTF-8.
+NO_UTF8 = b"caf\xe9\n"
 TABLE = "model.memory_tables.ngram.0.ngrams"
 
 
@@ -46,6 +49,8 @@ def trained(texts, tmp_path_factory):
     """Return the folder of a model that was trained while texts were protected, next to its base and the model before."""
     folder = tmp_path_factory.mktemp("trained")
     model = engram(texts, folder)
+    with (model / "README.md").open("ab") as card:
+        card.write(NO_UTF8)
     run_training(run_of(texts, model, folder / "trained"))
     return folder / "trained"
 
@@ -86,17 +91,18 @@ def test_texts_that_did_not_keep_their_logits_are_not_certified(texts, trained, 
     with pytest.raises(RuntimeError, match="2 of the texts of protected, the first of them text 0"):
         run_training(run_of(texts, trained.parent / "model", tmp_path / "run"))
     assert (tmp_path / "run" / "model.safetensors").is_file() and not (tmp_path / "run" / CERTIFICATE).exists()
-    assert "Protected texts" not in (tmp_path / "run" / "README.md").read_text()
+    assert "Protected texts" not in read_card(tmp_path / "run")
 
 
 def test_retrained_model_loses_or_renews_its_certificate(texts, trained, tmp_path):
     run_training(run_of(texts, trained, tmp_path / "again", max_steps=1, protect=[]))
-    card = (tmp_path / "again" / "README.md").read_text()
+    assert NO_UTF8 in (trained / "README.md").read_bytes()
+    card = read_card(tmp_path / "again")
     assert "Protected texts" not in card and card.count("## Trained with") == 2
     assert read_certificate(tmp_path / "again") is None
     protect = [str(texts / "protected"), str(shutil.copytree(texts / "protected", tmp_path / "more" / "protected"))]
     run_training(run_of(texts, trained, tmp_path / "protected_again", max_steps=1, protect=protect))
-    assert (tmp_path / "protected_again" / "README.md").read_text().count("## Protected texts") == 1
+    assert read_card(tmp_path / "protected_again").count("## Protected texts") == 1
     named = [text["name"] for text in read_certificate(tmp_path / "protected_again")["texts"]]
     assert named == ["protected 1", "protected 2"]
 
@@ -125,7 +131,7 @@ def test_the_certificate_and_the_card_name_texts_and_digests(trained, texts):
     counts = certificate["memories"]["ngram"]
     ngrams = AutoModelForCausalLM.from_pretrained(trained).get_buffer(TABLE)
     assert counts["known"] == len(ngrams) and counts["left"] == int((ngrams < REMOVED_NGRAM).sum()) < counts["known"]
-    card = (trained / "README.md").read_text()
+    card = read_card(trained)
     assert "| protected | 2 | 60 |" in card and "look touched MODEL --text PROTECTED --prove" in card
 
 

@@ -26,6 +26,7 @@ class Repository:
     files: Files = field(default_factory=dict)
     commits: int = 0
     private: bool = False
+    gated: bool = False
     read_only: bool = False
     tags: dict[str, Files] = field(default_factory=dict)
 
@@ -86,6 +87,11 @@ class Hub:
                 break
         if (repository := self.repositories.get(name)) is None:
             return _said(404, {"error": "Repository not found"}, "RepoNotFound")
+        is_owner = request.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if repository.private and not is_owner:
+            return _said(401, {"error": "Repository not found"}, "RepoNotFound")
+        if repository.gated and not is_owner:
+            return _said(401, {"error": "Access to this model is restricted"}, "GatedRepo")
         if question == "/auth-check":
             forbidden = detail == "/write" and repository.read_only
             return _said(403, {"error": "Forbidden"}) if forbidden else _said(200, {})

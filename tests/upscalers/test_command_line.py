@@ -72,7 +72,7 @@ def test_config_file_values_are_read_or_refused(command, base, tmp_path, refused
     assert upscale(base=base, method="midus-hml", placement=1, dry_run=True).new_layer_indices == [1]
 
 
-@pytest.mark.parametrize("words", ["--dry-run", "--seed 5", "--no-verify", "--set n=4"])
+@pytest.mark.parametrize("words", ["--dry-run", "--seed 5", "--seed 0", "--no-verify", "--num-new-layers 0"])
 def test_options_before_a_subcommand_are_refused(command, words):
     done = command(*words.split(), "strip", "model", "--output", "base")
     assert done.status == 2 and f"{words.split()[0].replace('no-', '')} is given before 'strip'" in done.err
@@ -114,22 +114,56 @@ def test_corpus_option_needs_a_method_that_reads_one(command, base, tmp_path, mo
     rows.write_text('{"name": "word5", "text": "word7"}\n')
     monkeypatch.setattr("upscalers.runs.upscale.upscale", lambda **request: requests.append(request) or 1 / 0)
     (tmp_path / "request.yaml").write_text("options: {corpus: other.jsonl, links: false}\n")
+    (tmp_path / "corpus.yaml").write_text("corpus: other.jsonl\noptions: {links: false}\n")
     for words in (["--corpus", rows], ["--set", f"corpus={rows}"]):
-        command("--base", base, "--method", "packs", *words, "--config", tmp_path / "request.yaml")
-    assert [request["options"] for request in requests] == [{"corpus": str(rows), "links": False}] * 2
+        for config in ("request.yaml", "corpus.yaml"):
+            command("--base", base, "--method", "packs", *words, "--config", tmp_path / config)
+    assert [request["options"] for request in requests] == [{"corpus": str(rows), "links": False}] * 4
+    assert all("corpus" not in request for request in requests)
     for words, said in (
         (["--method", "solar"], "method 'solar' reads no corpus; expected one of engram, packs. Leave"),
-        (["--method", "packs", "--set", f"corpus={rows}"], "--corpus and --set corpus= are given"),
+        (["--method", "packs", "--set", f"corpus={rows}"], "among the method's options, where it is the same"),
         ([], "--method is missing"),
     ):
         refused = command("--base", base, *words, "--corpus", rows)
         assert (refused.status, refused.err.count("\n")) == (2, 1) and said in refused.err
 
 
+def test_a_config_file_names_a_corpus(command, base, tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"name": "word5", "text": "word7"}\n')
+    requests = []
+    monkeypatch.setattr("upscalers.runs.upscale.upscale", lambda **request: requests.append(request) or 1 / 0)
+    config = tmp_path / "request.yaml"
+    config.write_text(f"base: {base}\nmethod: packs\ncorpus: {tmp_path / 'rows.jsonl'}\n")
+    command("--config", config)
+    assert [request["options"] for request in requests] == [{"corpus": str(tmp_path / "rows.jsonl")}]
+    for text, said in (
+        (
+            "method: solar\ncorpus: a.jsonl\n",
+            "corpus is 'a.jsonl', and method 'solar' reads no corpus; expected one of",
+        ),
+        (
+            "method: packs\ncorpus: a.jsonl\noptions: {corpus: b.jsonl}\n",
+            "corpus is 'a.jsonl', and 'b.jsonl' among the method's",
+        ),
+    ):
+        config.write_text(text)
+        refused = command("--base", base, "--config", config)
+        assert refused.status == 2
+        assert said in refused.err
+
+
+@pytest.mark.parametrize("words", ["--no-verify", "--seed 0"])
+def test_an_option_without_a_base_is_refused(command, words):
+    done = command(*words.split())
+    assert done.status == 2
+    assert "--base is missing" in done.err
+
+
 def test_help_has_an_example_and_every_option(command):
     shown = command("--help").out
     assert "upscale --base meta-llama/Llama-3.2-1B --method midus-hml --output DIR" in shown.partition("Options:")[0]
-    keys = {*signature(upscale).parameters} - {"progress"}
+    keys = {*signature(upscale).parameters, "corpus"} - {"progress"}
     assert {field.name for field in fields(RunRequest)} == keys
     options = {f"--{key.replace('_', '-')}" for key in keys - {"options"}}
     words = {*options, "--config", "--set", "--corpus", "--json", "--no-verify", "methods", "inspect", "strip"}

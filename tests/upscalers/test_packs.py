@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from midus_hf.anatomy import types
 from midus_hf.cli.edit import main as edit
 from midus_hf.cli.look import main as look
 from midus_hf.cli.upscale import main as upscale_command
@@ -27,7 +28,7 @@ from tests.upscalers.contents import file_digests, same_tensors
 from tests.upscalers.hub_server import Repository, files_of
 from upscalers.edits.chapters import zero
 from upscalers.edits.checkpoint_edit import EditRequest
-from upscalers.edits.packs import add_entries, delete_entries, replace_entries
+from upscalers.edits.packs import add_entries, delete_entries, list_entries, replace_entries
 from upscalers.request import Progress
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
@@ -137,7 +138,7 @@ def test_rotations_by_the_length_of_a_text_are_refused(kind, tmp_path):
 
 
 def test_bases_without_tokenizer_or_with_packs_are_refused(model, tmp_path):
-    with pytest.raises(ValueError, match="has no tokenizer, to find names in texts; expected one in the folder of"):
+    with pytest.raises(ValueError, match="has no tokenizer, to find names in texts; expected one next to the"):
         made(save_base(tmp_path / "base"), tmp_path)
     with pytest.raises(ValueError, match=r"has packs; expected one glossary .*\. Add entries.*: midus edit add"):
         made(model, tmp_path)
@@ -160,7 +161,7 @@ def test_protected_texts_keep_their_logits(tmp_path):
 
 def recorded(folder):
     config, record = (json.loads((folder / name).read_text()) for name in ("config.json", "upscale.json"))
-    _, _, card = (folder / CARD_FILE).read_text().partition("```yaml\n")
+    _, _, card = (folder / CARD_FILE).read_text(errors="surrogateescape").partition("```yaml\n")
     request = yaml.safe_load(card.partition("```")[0])
     return [each["options"]["protect"] for each in (config["upscale"], record, request)]
 
@@ -301,7 +302,7 @@ def test_edit_in_place_promises_nothing_false_if_killed(base, tmp_path, monkeypa
         (tmp_path / f"{name}.txt").write_text(text)
     made(base, tmp_path, ENTRIES[:2], protect=str(tmp_path / "texts.txt"))
     card = tmp_path / "out" / CARD_FILE
-    card.write_text(card.read_text().replace(*MEASURED, 1))
+    card.write_bytes(card.read_bytes().replace(*(part.encode() for part in MEASURED), 1) + b"caf\xe9")
     rows = glossary(tmp_path / "rows", [{"name": ["word5", "word40"], "text": "word1"}])
     old, replace, renamed = entries_in(tmp_path / "out"), os.replace, list[str]()
 
@@ -324,7 +325,8 @@ def test_edit_in_place_promises_nothing_false_if_killed(base, tmp_path, monkeypa
         assert renamed == [*WRITES[:done]]
         is_old = entries_in(folder) == old
         assert {*recorded(folder)} <= {None, "texts.txt" if is_old else "others.txt"}
-        assert is_old or "measured before" not in (folder / CARD_FILE).read_text()
+        assert is_old or b"measured before" not in (folder / CARD_FILE).read_bytes()
+        assert (folder / CARD_FILE).read_bytes().endswith(b"caf\xe9")
         assert len(AutoModelForCausalLM.from_pretrained(folder).glossary) == 2
         replace_entries(EditRequest(folder), rows, protect=str(tmp_path / "others.txt"))
         assert recorded(folder) == ["others.txt"] * 3
@@ -411,6 +413,32 @@ def test_a_glossary_of_the_hub_is_listed_not_changed(model, hub, run):
     assert len(entries_in(Path("without"))) == 2
 
 
+def test_a_glossary_is_edited_without_a_home(no_home, base, tmp_path, run, monkeypatch):
+    for name in ("HF_HOME", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    types._rows.cache_clear()
+    made(base, tmp_path)
+    assert "deleted 1 entry: word30" in run("delete", tmp_path / "out", "--name", "word30").out
+
+
+def test_entries_of_another_memory_are_not_deleted(base, model, tmp_path, run):
+    upscale(base=model, method="moc", output=tmp_path / "both")
+    words = ("delete", tmp_path / "both", "--name", "word5", "--memory")
+    assert (
+        "memory is 'chapters'; expected 'packs', the only one with a glossary" in run(*words, "chapters", status=2).err
+    )
+    assert len(entries_in(tmp_path / "both")) == 3
+    run(*words, "packs")
+    assert len(entries_in(tmp_path / "both")) == 2
+
+
+def test_entries_of_a_model_without_packs_are_refused(base):
+    with pytest.raises(
+        RequestError, match="has no packs; expected a checkpoint that was upscaled with --method packs"
+    ):
+        list_entries(base)
+
+
 def test_list_shows_what_a_model_has(base, model, tmp_path, run):
     upscale(base=model, method="moc", output=tmp_path / "both")
     for words, kinds in {"": {"entries", "memories"}, "packs": {"entries"}, "chapters": {"memories"}}.items():
@@ -438,12 +466,13 @@ EDITS = [
 
 @pytest.mark.parametrize("words", [["delete", "--name", "word5"], ["add"], ["replace"]], ids=" ".join)
 def test_edits_remove_earlier_results_from_the_card(words, model, tmp_path, run):
-    measured, card = shutil.copytree(model, tmp_path / "measured"), (model / CARD_FILE).read_text()
-    (measured / CARD_FILE).write_text(card.replace(*MEASURED, 1))
+    measured = shutil.copytree(model, tmp_path / "measured")
+    card = (model / CARD_FILE).read_bytes() + b"word5 caf\xe9\r\n"
+    (measured / CARD_FILE).write_bytes(card.replace(*(part.encode() for part in MEASURED), 1))
     rows = [{"name": "word40" if words == ["add"] else "word30", "text": "word1"}]
     corpus = [] if words[0] == "delete" else ["--corpus", glossary(tmp_path, rows)]
     told = run(words[0], measured, *words[1:], *corpus, "--output", tmp_path / "out").err
-    assert (tmp_path / "out" / CARD_FILE).read_text() == card
+    assert (tmp_path / "out" / CARD_FILE).read_bytes() == card
     assert "results in the card's metadata are left out, since they were measured before the edit" in told
 
 

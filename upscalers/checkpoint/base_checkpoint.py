@@ -50,6 +50,12 @@ class BaseCheckpoint:
     tied_head: str | None = None  # the head, if the embedding is stored only under its name
     #: Of a composite model's tensors outside the language model, by full name; they are copied.
     outer_shapes: Mapping[str, Shape] = field(default_factory=dict)
+    hub_id: str | None = None  # of a base on the hub, whose folder is in a cache
+
+    @property
+    def label(self) -> str:
+        """Name in messages: a hub id, or the folder."""
+        return self.hub_id or str(self.folder)
 
     @property
     def num_layers(self) -> int:
@@ -151,7 +157,7 @@ def write_config(folder: Path, config: Config) -> None:
     write_text(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
-def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
+def open_base(folder: Path, needs_weights: bool = True, hub_id: str | None = None) -> BaseCheckpoint:
     """Open a checkpoint's folder; refuse what is missing, contradictory, or cannot be upscaled."""
     config, composite = read_config(folder), None
     if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
@@ -184,7 +190,9 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
         named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
         dtype = SAFETENSORS_NAMES.get(named, "F32")
         planned = {name: StoredTensor(dtype, shape) for name, shape in expected.items()}
-        return BaseCheckpoint(folder, config, family, layout, planned, composite=composite, outer_shapes=outside)
+        return BaseCheckpoint(
+            folder, config, family, layout, planned, composite=composite, outer_shapes=outside, hub_id=hub_id
+        )
 
     if composite is not None:
         stored = {composite.names.language_name(name): tensor for name, tensor in stored.items()}
@@ -213,7 +221,7 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
         )
     expected |= {name: shape for name, shape in layout.tied.items() if name in stored}
     unexpected = _check_tensors(stored, expected, outside.keys(), integers, config)
-    found = (unexpected, composite, prefix, tied_head, outside)
+    found = (unexpected, composite, prefix, tied_head, outside, hub_id)
     return BaseCheckpoint(folder, config, family, layout, stored, *found)
 
 

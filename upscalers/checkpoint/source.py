@@ -4,8 +4,9 @@ import contextlib
 import glob
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from midus_hf.config.errors import RequestError, first_few
@@ -35,7 +36,8 @@ from upscalers.checkpoint.safetensors_format import missing_weights
 from upscalers.request import Progress, one_line
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
-_CONFIGS = (CONFIG_FILE, RECORD_FILE)
+# What `open_base` reads of a checkpoint without weights.
+_CONFIGS = (CONFIG_FILE, RECORD_FILE, ADAPTER_CONFIG)
 _ANY_FOLDER = "*/*"
 
 
@@ -52,10 +54,19 @@ class Source:
         """Name in records: a hub id, or the last part of a local path, so that records reveal no folders."""
         return self.name if self.revision is not None else Path(self.name).expanduser().resolve().name
 
+    @property
+    def hub_id(self) -> str | None:
+        """`owner/name@COMMIT` of a base on the hub."""
+        return None if self.revision is None else f"{self.name}@{self.revision}"
+
 
 @contextlib.contextmanager
-def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
-    """Make a base (a folder, `config.json` or hub id with optional `@revision`) available in a folder."""
+def resolve_source(base: str, config_only: bool = False, needs: Sequence[Kind] = ()) -> Iterator[Source]:
+    """Make a base (a folder, `config.json` or hub id with optional `@revision`) available in a folder.
+
+    Of the hub, all that `upscale` copies is downloaded, or with `config_only` only the config and the record; and files of the
+    kinds in `needs`.
+    """
     name, at, after = base.partition("@")
     if not at or Path(base).expanduser().exists():
         name, after = base, ""
@@ -79,16 +90,10 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
             f"{name!r} is a file; expected a folder, a config.json or a hub id. Give the folder of the checkpoint."
         )
     elif _HUB_ID.match(name):
-        folder = _download(name, after or None, config_only)
+        folder = _download(name, after or None, config_only, needs)
         yield Source(name, folder, revision=folder.name)
     else:
         raise RequestError(f"{name!r} is neither a folder nor a hub id; expected one of them.")
-
-
-def fetch_files(source: Source, *kinds: Kind) -> None:
-    """Download files of some kinds next to the config of a source; nothing for a local folder."""
-    if source.revision is not None:
-        _fetch(source.name, source.revision, [pattern for kind in kinds for pattern in kind], ignored=_ANY_FOLDER)
 
 
 def fetch_code(source: Source) -> None:
@@ -118,15 +123,15 @@ def travelling_files(folder: Path) -> list[Path]:
     return sorted(file for file in matches if file.is_file() and not file.name.startswith("."))
 
 
-def _download(name: str, revision: str | None, config_only: bool) -> Path:
-    below = [pattern for pattern in TRAVELLING if "/" in pattern]
-    folder = _fetch(
-        name, revision, _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *below, *bank_patterns())
-    )
+def _download(name: str, revision: str | None, config_only: bool, needs: Sequence[Kind]) -> Path:
+    wanted = [*chain(*needs), *(() if config_only else (*TRAVELLING, SINGLE_FILE))]
+    first = _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *bank_patterns())
+    folder = _fetch(name, revision, (*first, *(pattern for pattern in wanted if "/" in pattern)))
+    commit = folder.name  # so that all files are of one commit even if the branch moves meanwhile
+    if wanted:
+        _fetch(name, commit, (CONFIG_FILE, *wanted), ignored=_ANY_FOLDER)
     if config_only:
         return folder
-    commit = folder.name  # so that all files are of one commit even if the branch moves meanwhile
-    _fetch(name, commit, (CONFIG_FILE, *TRAVELLING, ADAPTER_CONFIG, SINGLE_FILE), ignored=_ANY_FOLDER)
     if named_modules(folder):
         _fetch(name, commit, (CONFIG_FILE, "*.py"), ignored=_ANY_FOLDER)
     if (folder / SINGLE_FILE).is_file():  # transformers prefers the single file where both exist

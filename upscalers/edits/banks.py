@@ -12,7 +12,7 @@ from midus_hf.anatomy.record import record_of
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.files.checkpoint_files import BANKS_FOLDER, RUN_CONFIG
-from midus_hf.memories.bank import banks_of
+from midus_hf.memories.bank import bank_patterns, banks_of
 from midus_hf.memories.hierarchical.bank_files import BlockFiles
 from midus_hf.memories.hierarchical.options import BankLayout, HierarchicalOptions, block_layouts, level_file
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
@@ -54,7 +54,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         RequestError: If a node does not exist in any of the banks, or the output cannot be made.
     """
     started, output = time.perf_counter(), request.required_output()
-    with resolve_source(str(request.model)) as source:
+    with resolve_source(str(request.model), needs=((RUN_CONFIG,),)) as source:
         opened = open_base(source.folder)
         banks = _open_banks(opened)
         deleted: dict[str, list[Node]] = {}
@@ -158,7 +158,7 @@ def _find_copies(folder: Path, model: str) -> list[str]:
 def datasets_cache() -> Path:
     """Return the folder of copies of texts by the package datasets; it may not exist."""
     home = Path(os.environ.get("HF_HOME", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")))
-    return Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
+    return Path(os.path.expanduser(os.environ.get("HF_DATASETS_CACHE", home / "datasets")))
 
 
 def _tree_of(folder: Path) -> "ClusterTree | None":
@@ -189,7 +189,7 @@ def _lies_in(node: Node, other: Node, branching: int) -> bool:
 
 def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
     """Return `{"model", "fetched", "bank", "banks"}` of all banks, or of a memory's, with nodes per level."""
-    with resolve_source(str(model)) as source:
+    with resolve_source(str(model), config_only=True, needs=(bank_patterns(),)) as source:
         opened = open_base(source.folder, needs_weights=False)
         banks = _open_banks(opened)
         listed = [_describe_bank(name, banks[name]) for name in _select_banks(opened, banks, memory)]

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.anatomy.record import RECORD_KEY, has_record, record_of
 from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.errors import RequestError
-from midus_hf.files.cards import without_results
-from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CODE, CONFIG, RECORD, WEIGHTS, indexed_weights, is_of
-from midus_hf.files.outputs import write_text
+from midus_hf.files.cards import read_card, without_results, write_card
+from midus_hf.files.checkpoint_files import CARD, CODE, CONFIG, RECORD, WEIGHTS, indexed_weights, is_of
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.controls import num_value_rows
 from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, memory_type
 from upscalers.architecture.layer_tensors import Config
-from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source, total_bank_bytes, travelling_files
 from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_upscaled, write_record
 from upscalers.request import Progress, check_seed
@@ -186,8 +185,8 @@ def _value_tables(model: BaseCheckpoint) -> Iterator[tuple[str, str, DeclaredTen
 
 
 def files_without_banks(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint without banks and states to resume from, which contain blocks."""
-    weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD)
+    """Return the files of a checkpoint to copy as they are: without banks, states to resume from, and code."""
+    weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, RECORD, CARD)
     own = [path for path in folder.iterdir() if path.name in weights or is_of(path.name, *kinds)]
     return sorted({*own, *travelling_files(folder)})
 
@@ -205,16 +204,16 @@ def copied_for_edit(model: BaseCheckpoint, request: EditRequest) -> Iterator[Pat
             target = partial / path.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
+        _write_code(model, partial)
         remove_results(partial)
         yield partial
 
 
 def remove_results(folder: Path) -> None:
     """Remove results measured before the edit from the card in a folder."""
-    card = folder / CARD_FILE
-    text = card.read_bytes().decode() if card.is_file() else ""
+    text = read_card(folder) or ""
     if (kept := without_results(text, "the edit")) != text:
-        write_text(card, kept)
+        write_card(folder, kept)
 
 
 def _write_siblings(
@@ -223,14 +222,19 @@ def _write_siblings(
     config = model.whole_config(_edited_config(model.config, edit, options))
     copy_travelling_files(model.folder, partial, progress)
     write_config(partial, config)
-    record, card = read_record(model.folder), model.folder / CARD_FILE
+    record = read_record(model.folder)
+    card = read_card(model.folder)
     if record is not None:
         unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
         write_record(partial, {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit], **unknown})
-    if card.is_file():
-        text = without_results(card.read_text(encoding="utf-8"), "the edit")
-        (partial / CARD_FILE).write_text(_edited_card(text, edit), encoding="utf-8")
-    if config.get("auto_map") or any((model.folder / name).is_file() for name in CODE):
+    if card is not None:
+        write_card(partial, _edited_card(without_results(card, "the edit"), edit))
+    _write_code(model, partial)
+
+
+def _write_code(model: BaseCheckpoint, partial: Path) -> None:
+    """Write the code that a checkpoint carries; of the Hub, code is not downloaded."""
+    if "auto_map" in read_config(model.folder) or any((model.folder / name).is_file() for name in CODE):
         write_code_of(partial)
 
 

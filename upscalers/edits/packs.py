@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.anatomy.record import RECORD_KEY, iter_recorded_options, language_entry
 from midus_hf.config.errors import RequestError
-from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CONFIG, GLOSSARY_FILE, RECORD, TRAVELLING, is_of
-from midus_hf.files.outputs import exclusive, write_text
+from midus_hf.files.cards import read_card, write_card
+from midus_hf.files.checkpoint_files import CARD, CONFIG, GLOSSARY_FILE, RECORD, TRAVELLING, is_of
+from midus_hf.files.outputs import exclusive
 from midus_hf.memories.bank import banks_of
-from midus_hf.memories.packs.options import PacksOptions, has_glossary
+from midus_hf.memories.packs.options import PacksOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config, write_config
-from upscalers.checkpoint.source import fetch_files, resolve_source
+from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.banks import datasets_cache
 from upscalers.edits.checkpoint_edit import EditRequest, copied_for_edit, remove_results
 from upscalers.methods.engram import recorded_name, tokenizer_of, vocabulary_of
@@ -45,10 +46,9 @@ def list_entries(model: str | Path) -> dict[str, Any]:
     from midus_hf.memories.packs.glossary import read_glossary
     from midus_hf.memories.packs.names import TokenSpelling
 
-    with resolve_source(str(model), config_only=True) as source:
-        fetch_files(source, (GLOSSARY_FILE,), TRAVELLING)
+    with resolve_source(str(model), config_only=True, needs=((GLOSSARY_FILE,), TRAVELLING)) as source:
         opened = open_base(source.folder, needs_weights=False)
-        most = _packs_options(opened).max_tokens
+        most = _find_packs(opened)[1].max_tokens
         entries = read_glossary(source.folder)
         ids = TokenSpelling(tokenizer_of(opened)).ids_of([entry.text for entry in entries], False) if entries else []
     return {
@@ -61,9 +61,12 @@ def list_entries(model: str | Path) -> dict[str, Any]:
     }
 
 
-def _packs_options(model: BaseCheckpoint) -> PacksOptions:
-    options = (entry.options for entry in model.layout.memories.attached.values())
-    return next(each for each in options if isinstance(each, PacksOptions))
+def _find_packs(model: BaseCheckpoint) -> tuple[str, PacksOptions]:
+    """Return the name and the options of a model's only memory with a glossary."""
+    for name, entry in model.layout.memories.attached.items():
+        if isinstance(entry.options, PacksOptions):
+            return name, entry.options
+    raise RequestError(f"{model.folder} has no packs; expected a checkpoint that was upscaled with --method packs.")
 
 
 def add_entries(
@@ -146,11 +149,13 @@ def _edit(
     with _open_folder(request) as source:
         opened = open_base(source, needs_weights=request.output is not None)
         memories = opened.layout.memories
-        if not has_glossary(memories):
-            raise RequestError(f"{source} has no packs; expected a checkpoint that was upscaled with --method packs.")
+        memory, options = _find_packs(opened)
+        if request.memory not in (None, memory):
+            raise RequestError(
+                f"memory is {request.memory!r}; expected {memory!r}, the only one with a glossary. Name it, or leave memory out."
+            )
         from midus_hf.memories.packs.glossary import UNPROTECTED, Glossary, read_glossary, write_glossary
 
-        options = _packs_options(opened)
         glossary = Glossary(tokenizer_of(opened), read_glossary(source), vocabulary_of(opened), options)
         changed = change(glossary)
         remarks = [*changed.remarks]
@@ -235,9 +240,8 @@ def _record_protected(folder: Path, protect: str | None) -> None:
     if (made := read_record(folder)) is not None:
         record(made)
         write_record(folder, made)
-    card = folder / CARD_FILE
-    if card.is_file():
-        write_text(card, with_request(card.read_bytes().decode(), record))
+    if (card := read_card(folder)) is not None:
+        write_card(folder, with_request(card, record))
 
 
 def _left(glossary: "Glossary", deleted: Sequence["Entry"], output: Path) -> dict[str, Any]:
@@ -249,7 +253,9 @@ def _left(glossary: "Glossary", deleted: Sequence["Entry"], output: Path) -> dic
         "remains": {
             "texts": [entry.names[0] for entry in glossary if find_names(table, entry.text)],
             "names": [name for entry in glossary for name in entry.names if find_names(table, name)],
-            "files": [path.name for path in files if find_names(table, _unescaped(path.read_bytes().decode()))],
+            "files": [
+                path.name for path in files if find_names(table, _unescaped(path.read_text("utf-8", errors="replace")))
+            ],
         }
     }
 

@@ -2,13 +2,14 @@
 
 import difflib
 from abc import ABC
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from midus_hf.config.errors import RequestError, one_of
 from midus_hf.config.plugins import load_plugins
+from midus_hf.files.checkpoint_files import Kind
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.plan import New, Plan, follow_plan, insertion_plan, place
@@ -16,9 +17,6 @@ from upscalers.request import Progress
 from upscalers.tensors.recipes import Copy, Measurement, Recipe, block_recipes
 
 METHODS: dict[str, type["Method"]] = {}
-
-# Names that subclasses may still use for what they override, until 1.0.
-_EARLIER_NAMES = {"concerns": "plan_warnings", "recorded_options": "options_record"}
 
 
 @dataclass(frozen=True)
@@ -77,22 +75,17 @@ class Method(ABC):
     #: Used if none is requested; None for a method that orders the layers itself, or adds none.
     default_placement: ClassVar[str | None] = "distributed"
     adds_layers: ClassVar[bool] = True
+    #: Kinds of files that `check`, `plan` and what follows from them read in addition to config.json, such as `TRAVELLING` for the
+    #: tokenizer: of a base on the Hub, these are fetched first, and weights only once the request is accepted.
+    needs: ClassVar[tuple[Kind, ...]] = ()
 
     def __init__(self, options: Any):
         self.options = options
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for earlier, name in _EARLIER_NAMES.items():
-            if earlier in vars(cls) and name not in vars(cls):
-                setattr(cls, name, vars(cls)[earlier])
 
     @property
     def options_record(self) -> dict[str, Any]:
         """The options by name, as they are recorded, without local folders."""
         return asdict(self.options)
-
-    recorded_options = options_record  # the name until 1.0
 
     def check(self, base: BaseCheckpoint) -> None:  # noqa: B027 - most methods take any base
         """Refuse, with a `RequestError`, a base that the method cannot upscale."""
@@ -135,8 +128,6 @@ class Method(ABC):
     def plan_warnings(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
         """Return warnings about a plan, which are shown before the work begins and stand in the model card."""
         return []
-
-    concerns = plan_warnings  # the name until 1.0
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         """Return warnings about measurements of solvers; raise `RequestError` to reject and remove the result."""
@@ -221,3 +212,28 @@ def get_method(name: str) -> type[Method]:
         hint = f"Did you mean {nearest[0]}? {hint}" if nearest else hint
         raise RequestError(f"method {name!r} is unknown. {hint}")
     return METHODS[name]
+
+
+def with_corpus(method: str, options: Mapping[str, Any], corpus: str | None) -> dict[str, Any]:
+    """Return a method's options with a corpus that was named outside them, if any.
+
+    Raises:
+        RequestError: If the method reads no corpus, or the options name one too.
+    """
+    if corpus is None:
+        return dict(options)
+    if not _reads_corpus(get_method(method)):
+        reading = [name for name in sorted(METHODS) if _reads_corpus(METHODS[name])]
+        raise RequestError(
+            f"corpus is {corpus!r}, and method {method!r} reads no corpus; expected one of {', '.join(reading)}. Leave it out."
+        )
+    if "corpus" in options:
+        raise RequestError(
+            f"corpus is {corpus!r}, and {options['corpus']!r} among the method's options, where it is the same; expected one of "
+            "them. Leave one out."
+        )
+    return {**options, "corpus": corpus}
+
+
+def _reads_corpus(method: type[Method]) -> bool:
+    return any(field.name == "corpus" for field in fields(method.options_class))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.errors import RequestError, as_request_error, first_few
 from midus_hf.config.options import option
+from midus_hf.files.checkpoint_files import TRAVELLING
 from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT, EngramOptions
 from midus_hf.memories.registry import TABLES, MemoryEntry
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -48,6 +49,7 @@ class Engram(AttachedMemoryMethod):
         reference="arXiv:2601.07372",
     )
     identity = True
+    needs = (TRAVELLING,)
     memory_options = EngramOptions
     default_layers = _PUBLISHED
     own_options = [
@@ -109,8 +111,8 @@ class Engram(AttachedMemoryMethod):
             )
         if self.options.table == "exact" and not has_tokenizer(base.folder):
             raise RequestError(
-                f"{base.folder} has no tokenizer, to tokenize the corpus; expected one in the folder of the weights. Copy it "
-                "there, or choose --set table=hashed."
+                f"{base.label} has no tokenizer, to tokenize the corpus; expected one next to the weights. Copy one into a folder of "
+                "the base, or choose --set table=hashed."
             )
         super().check(base)
 
@@ -167,8 +169,9 @@ class Engram(AttachedMemoryMethod):
         return recipes
 
     def _compresses(self, base: BaseCheckpoint) -> bool:
-        has_weights = any(tensor.file is not None for tensor in base.tensors.values())
-        return self.options.compress and (has_tokenizer(base.folder) or not has_weights)
+        # A folder of a lone config.json, for a dry run, stands for a base with a tokenizer.
+        is_lone = base.hub_id is None and all(tensor.file is None for tensor in base.tensors.values())
+        return self.options.compress and (is_lone or has_tokenizer(base.folder))
 
     def _token_numbers(self, base: BaseCheckpoint) -> "torch.Tensor":
         """Return each token's number, `[V]`, int64: the smallest id of similar text."""
@@ -288,7 +291,7 @@ def vocabulary_of(base: BaseCheckpoint) -> int:
 def tokenizer_of(base: BaseCheckpoint) -> Any:
     from midus_hf.sources.tokenizers import load_tokenizer
 
-    with as_request_error(f"the tokenizer of {base.folder} cannot be loaded", OSError, ValueError):
+    with as_request_error(f"the tokenizer of {base.label} cannot be loaded", OSError, ValueError):
         return load_tokenizer(str(base.folder))
 
 

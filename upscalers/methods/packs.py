@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.errors import RequestError, first_few, format_count
 from midus_hf.config.options import option
+from midus_hf.files.checkpoint_files import TRAVELLING
 from midus_hf.memories.packs.options import PacksOptions, has_glossary
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
@@ -30,6 +31,7 @@ class Packs(AttachedMemoryMethod):
     paper = None
     identity = True
     identity_except = "texts with a name of the glossary, which change from the name on"
+    needs = (TRAVELLING,)
     memory_options = PacksOptions
     own_options = [
         ("corpus", str | None, option(None, 'rows {"name": ..., "text": ...}: a file, folder or Hub dataset')),
@@ -64,11 +66,12 @@ class Packs(AttachedMemoryMethod):
     def check(self, base: BaseCheckpoint) -> None:
         if self.options.corpus is not None and not has_tokenizer(base.folder):
             raise RequestError(
-                f"{base.folder} has no tokenizer, to find names in texts; expected one in the folder of the weights. Copy it there."
+                f"{base.label} has no tokenizer, to find names in texts; expected one next to the weights. Copy one into a folder of "
+                "the base."
             )
         if has_glossary(base.layout.memories):
             raise RequestError(
-                f"{base.folder} has packs; expected one glossary for a model. Add entries to it: midus edit add {base.folder} "
+                f"{base.label} has packs; expected one glossary for a model. Add entries to it: midus edit add {base.label} "
                 "--corpus FILE."
             )
         kinds = {str(rope.get("rope_type")) for rope in _rotations(base.config)}

@@ -1,5 +1,6 @@
 """Text and metadata of the model card of an upscaled checkpoint."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -8,7 +9,7 @@ import yaml
 
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_yaml, write_yaml
-from midus_hf.files.cards import card_example
+from midus_hf.files.cards import card_example, read_card
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.memories.registry import Memories
 from upscalers.architecture.layer_tensors import Config
@@ -20,7 +21,6 @@ from upscalers.record.provenance import ParameterCounts
 from upscalers.request import Progress, one_line
 from upscalers.tensors.recipes import Measurement, summary_table
 
-_REQUEST = "```yaml\n"
 _ADAPTERS = [
     "An adapter, such as a LoRA, finds layers by their index. An adapter of the base does not fit this model, whose layers",
     "are numbered as above: PEFT would put it on the wrong ones. Merge it into the base before upscaling (`merge_and_unload`).",
@@ -109,7 +109,7 @@ def model_card(
             if "base" in request
             else f"`upscale --config FILE --base BASE --output DIR`, BASE being {base_name}, makes it again from:",
             "",
-            _REQUEST.rstrip(),
+            "```yaml",
             f"{write_yaml(request, flow=None)}```",
             "",
             "## Layers",
@@ -132,14 +132,15 @@ def model_card(
 
 def with_request(card: str, change: Callable[[Any], None]) -> str:
     """Change the request recorded in a card, if there is one."""
-    before, begin, rest = card.partition(_REQUEST)
-    text, end, after = rest.partition("```")
+    found = re.search(r"```yaml\r?\n(.*?)```", card, re.DOTALL)
+    if found is None:
+        return card
     try:
-        request = read_yaml(text, "the request of the card")
+        request = read_yaml(found[1], "the request of the card")
     except RequestError:  # of another author
         return card
     change(request)
-    return f"{before}{begin}{write_yaml(request, flow=None)}{end}{after}" if end else card
+    return f"{card[: found.start(1)]}{write_yaml(request, flow=None)}{card[found.end(1) :]}"
 
 
 def _change(plan: Plan, memories: Memories) -> str:
@@ -156,11 +157,8 @@ def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
     """Return licence, languages and base model from the base's model card, for `ModelCardData`."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK, ModelCard
 
-    path = base.folder / CARD_FILE
-    if not path.is_file():
-        return {}
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = (read_card(base.folder) or "").removeprefix("\ufeff")
         if not REGEX_YAML_BLOCK.search(text):
             return {}
         card = ModelCard(text, ignore_metadata_errors=True).data.to_dict()

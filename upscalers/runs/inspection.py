@@ -34,7 +34,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         `{"model", "method", "removed_layers", "base_confirmed", "differing_tensors"}`, and if it holds no earlier upscaling,
         otherwise only `{"model", "model_type", "num_layers", "parameters"}` and any `other_code`.
     """
-    with resolve_source(str(model), config_only=True) as source:
+    with resolve_source(str(model), config_only=True, needs=((GLOSSARY_FILE,),)) as source:
         config = read_config(source.folder)
         record = read_record(source.folder) or {}
         stripped = {STRIPPED_KEY: record[STRIPPED_KEY]} if isinstance(record.get(STRIPPED_KEY), dict) else {}
@@ -91,7 +91,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
 
 
 def _count_entries(folder: Path) -> dict[str, int]:
-    if not (folder / GLOSSARY_FILE).is_file():  # without packs, or on the Hub, where only the config is fetched
+    if not (folder / GLOSSARY_FILE).is_file():
         return {}
     from midus_hf.memories.packs.glossary import read_glossary
 

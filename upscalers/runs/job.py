@@ -55,6 +55,7 @@ class Job:
                 new_dtype = self.cast(base.dtype if like is None else base.tensors[like].dtype)
                 made_layers.append(OutputTensor(base.new_name(index, name), recipe, new_dtype))
         self.made = in_file_order(made_outer, made_layers)
+        self.remarks = method.remarks(base)
         self.warnings = [*method.plan_warnings(base, plan)]
         if (pattern := pattern_concern(base, self.layout, self.config)) is not None:
             self.warnings.append(pattern)

@@ -13,6 +13,7 @@ from midus_hf.sources.names import check_sources
 from midus_hf.sources.peak_memory import peak_memory_bytes
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import (
+    Source,
     check_account,
     check_repo_id,
     prepare_repository,
@@ -20,7 +21,7 @@ from upscalers.checkpoint.source import (
     resolve_source,
     total_bank_bytes,
 )
-from upscalers.methods.contract import Method, get_method
+from upscalers.methods.contract import get_method
 from upscalers.plan import spell_placement
 from upscalers.record.provenance import Bytes, Identity, PushError, UpscaleReport
 from upscalers.request import Progress, check_seed, one_line, parse_options, show_progress
@@ -100,27 +101,34 @@ def upscale(
         check_repo_id(push_to_hub)
     name, local = str(base), Path(base).expanduser()
     folder = None if output is None else CheckpointFolder(output, local if local.is_dir() else None, overwrite)
+
+    def plan_job(source: Source, needs_weights: bool) -> Job:
+        opened = open_base(source.folder, needs_weights, source.hub_id)
+        chosen.check(opened)
+        return Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype)
+
     if not dry_run:
         if not local.is_dir():
-            name = _checked_revision(name, chosen, num_new_layers, placement)
+            with resolve_source(name, config_only=True, needs=chosen.needs) as source:
+                plan_job(source, needs_weights=False)  # what a dry run refuses is refused before the download
+                name = source.hub_id or name
         chosen.check_machine()
         if push_to_hub:
             check_account(push_to_hub)
 
-    with resolve_source(name, config_only=dry_run) as source:
-        opened = open_base(source.folder, needs_weights=not dry_run)
+    with resolve_source(name, config_only=dry_run, needs=chosen.needs) as source:
+        job = plan_job(source, needs_weights=not dry_run)
+        opened = job.base
         if opened.unexpected:
             progress.warn(
                 f"the base holds {len(opened.unexpected)} tensors that its architecture does not have; they are copied."
             )
-        chosen.check(opened)
-        job = Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype)
         if opened.composite is not None:
             progress.note(
                 f"the base is a {opened.composite.config['model_type']} model. Its language model ({opened.config['model_type']}) "
                 f"is upscaled; {len(opened.outer_shapes)} other tensors are copied byte for byte."
             )
-        for remark in chosen.remarks(opened):
+        for remark in job.remarks:
             progress.note(remark)
         for warning in job.warnings:
             progress.warn(warning)
@@ -153,14 +161,6 @@ def upscale(
     if push_to_hub and not dry_run:
         _push(Path(str(output)).expanduser(), push_to_hub, private, report, progress)
     return report
-
-
-def _checked_revision(name: str, chosen: Method, num_new_layers: int | None, placement: str | None) -> str:
-    with resolve_source(name, config_only=True) as source:
-        opened = open_base(source.folder, needs_weights=False)
-        chosen.check(opened)
-        chosen.plan(opened, num_new_layers, placement)
-        return source.name if source.revision is None else f"{source.name}@{source.revision}"
 
 
 def _push(folder: Path, repository: str, private: bool, report: UpscaleReport, progress: Progress) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from midus_hf.anatomy.record import RECORD_KEY
 from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.config.errors import RequestError
-from midus_hf.files.checkpoint_files import CARD_FILE, Kind
+from midus_hf.files.cards import write_card
+from midus_hf.files.checkpoint_files import Kind
 from midus_hf.files.outputs import OutputFolder
 from midus_hf.memories.bank import MemoryFiles, bank_patterns, banks_of
 from upscalers.architecture.layer_tensors import Config
@@ -169,7 +170,7 @@ def _write_provenance(
         repository,
         compared=outcome["identity"].checked is not None,
     )
-    (partial / CARD_FILE).write_text(card, encoding="utf-8")
+    write_card(partial, card)
     write_record(
         partial,
         {

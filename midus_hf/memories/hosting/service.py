@@ -44,11 +44,6 @@ class Service:
     def __init__(self, model: "HostStack", memories: Memories, hosted: Hosted):
         pass
 
-    def __init_subclass__(cls) -> None:
-        for old, new in (("of_pass", "prepare_pass"), ("given", "layer_arguments")):  # the names until 1.0
-            if old in vars(cls):
-                setattr(cls, new, vars(cls)[old])
-
     def prepare_pass(self, model: "HostStack", arguments: Keywords, own: Keywords) -> Any:
         """Prepare a pass of the stack; `layer_arguments` gets the result. Default: None.
 

@@ -99,9 +99,12 @@ def _native_class(row: ModelType | CompositeType) -> Any:
 def _write_source(model_type: str, source: str) -> str:
     """Write a module's source to the user's cache if the disk allows, and return its path."""
     path = Path(families.__path__[0], f"{model_type}.py")
-    with contextlib.suppress(OSError, RuntimeError, RequestError):  # the last if another process writes it now
+    cache = user_cache()
+    if cache is None:
+        return str(path)
+    with contextlib.suppress(OSError, RequestError):  # the last if another process writes it now
         digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-        path = user_cache() / "families" / digest / path.name
+        path = cache / "families" / digest / path.name
         if not path.is_file() or path.read_text(encoding="utf-8") != source:
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as partial:

@@ -268,11 +268,11 @@ def test_biases_of_zero_projections_are_zero_and_train(method, tied, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_method_without_options_copies_and_keeps_identity(family, shared_base, tmp_path, monkeypatch):
     monkeypatch.setattr(contract, "METHODS", {**METHODS})
-    members = {"summary": "copies", "paper": None, "identity": True, "concerns": lambda *_: ["by its name until 1.0"]}
+    members = {"summary": "copies", "paper": None, "identity": True, "plan_warnings": lambda *_: ["copies repeat"]}
     register_method("copies")(type("Copies", (DenseMethod,), members))
     base, progress = shared_base(family), Recorder()
     report = upscale(base=base, method="copies", output=tmp_path / "out", placement=[2, 5], progress=progress)
-    assert "by its name until 1.0" in progress.warnings
+    assert "copies repeat" in progress.warnings
     assert report.promises_identity and torch.equal(logits(base), logits(tmp_path / "out"))
     old, new, name = read_tensors(base), read_tensors(tmp_path / "out"), "model.layers.{}.self_attn.q_proj.weight"
     for index, source in {2: 2, 3: 2, 5: 3}.items():

@@ -132,10 +132,14 @@ def test_edit_moves_only_the_named_rows(tmp_path, edited, name):
         assert config_of(tmp_path / "base") == config_of(tmp_path / "model-base")
 
 
+# A line of a card that is no UTF-8, with the line end of another system before it.
+NO_UTF8 = b"caf\xe9\r\n\xff"
+
+
 def test_edits_are_recorded_and_other_files_copied(tmp_path, chapters, checkpoint, command):
     card, output = (checkpoint / "README.md").read_text(), tmp_path / "out"
     measured = card.replace("---\n", "---\nmodel-index:\n- name: measured before\n  results: []\n", 1)
-    (checkpoint / "README.md").write_text(measured)
+    (checkpoint / "README.md").write_bytes(measured.encode() + NO_UTF8)
     report = chapters("zero", checkpoint, "--chapters", "1,2", "--output", tmp_path / "once", "--json").json()
     assert report.pop("seconds") > 0 and report.pop("bytes_written") > 0
     zeroed = {"command": "zero", "memories": ["chapters"], "chapters": "1-2", "chapters_before": 6}
@@ -148,8 +152,10 @@ def test_edits_are_recorded_and_other_files_copied(tmp_path, chapters, checkpoin
     assert config_of(output)["upscale"] == {**config_of(checkpoint)["upscale"], "edits": edits}
     unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
     assert record_of(output) == {**record_of(checkpoint), "edits": edits, **unknown}
-    before, _, after = (output / "README.md").read_text().partition("\n\n## Edits\n\n")
-    assert before == card.rstrip() and after.splitlines()[2:] == [
+    before, _, after = (output / "README.md").read_bytes().partition(b"\n\n## Edits\n\n")
+    after = after.decode()
+    assert before == card.encode() + NO_UTF8
+    assert after.splitlines()[2:] == [
         f"- zero of chapters, chapters 1-2, chapters_before 6, chapters_after 6 (midus_hf {version('midus-hf')})",
         f"- prune of chapters, chapters 4, chapters_before 6, chapters_after 5 (midus_hf {version('midus-hf')})",
     ]
