@@ -67,15 +67,19 @@ test-newest: $(VENV)/installed material
 test-oldest: $(OLDEST)/installed
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(addprefix --each-value=,$(IN_BOTH))
 
-# What a bare `pip install` brings, where that is a newer transformers than constraints.txt has. Only torch is pinned, to a CPU build.
-RELEASE_TESTS = tests/models tests/sites tests/memory tests/carried
+# What a bare `pip install` brings, where constraints.txt has an older torch or transformers: of torch for Linux a build for CUDA, 6 GB with
+# all that it needs. RELEASED=transformers leaves torch and its kernels as they are.
+RELEASED ?= torch transformers
+RELEASE_TESTS = tests/models tests/sites tests/memory tests/carried $(if $(filter torch,$(RELEASED)),tests/ops $(NEWEST_TESTS))
 test-newest-release: $(VENV)/installed
-	@newest=$$($(VENV)/bin/python scripts/newest_release.py) || { echo "test-newest-release: the registry does not answer."; exit 0; }; \
-	if grep -qx "transformers==$$newest" constraints.txt; then \
-		echo "test-newest-release: transformers $$newest is the newest, and what constraints.txt has."; exit 0; fi; \
+	@newest=$$($(VENV)/bin/python scripts/newest_release.py $(RELEASED)) || { echo "test-newest-release: the registry does not answer."; exit 0; }; \
+	if ! echo "$$newest" | grep -qvxFf constraints.txt; then \
+		echo "test-newest-release: constraints.txt has the newest:" $$newest; exit 0; fi; \
+	echo "test-newest-release:" $$newest; \
+	torch=$$({ echo "$$newest"; cat constraints.txt; } | grep -m1 '^torch=='); \
 	[ -d $(RELEASE) ] || $(PYTHON) -m venv $(RELEASE); \
-	$(RELEASE)/bin/python -m pip install "$$(sed -n '/^torch==/p' constraints.txt)" && \
-	$(RELEASE)/bin/python -m pip install -U --upgrade-strategy eager "$$(sed -n '/^torch==/p' constraints.txt)" -e . pytest pytest-xdist hypothesis && \
+	$(RELEASE)/bin/python -m pip install "$$torch" && \
+	$(RELEASE)/bin/python -m pip install -U --upgrade-strategy eager "$$torch" -e . pytest pytest-xdist hypothesis && \
 	$(TEST_ENV) $(RELEASE)/bin/python $(PYTEST) $(RELEASE_TESTS)
 
 # Every family with every other parameter of a test, where test-newest takes pairs; and with the oldest versions, pairs.

@@ -1,24 +1,31 @@
 """`make test` names what failed, and `make test-all` draws a setting that can be drawn again."""
 
 import ast
+import inspect
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from midus_hf.ops.dispatch import private_torch
 from midus_hf.version import NEWEST_TRIED_TRANSFORMERS
+from scripts.newest_release import newest_releases
 
 ROOT = Path(__file__).parent.parent
-CONSTRAINED = re.search(r"^transformers==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+CONSTRAINTS = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
 PYTHON = """#!/bin/sh
 case "$*" in
 *"-m pytest"*) echo "ran $0 threads=$OMP_NUM_THREADS aten=$ATEN_CPU_CAPABILITY onednn=$ONEDNN_MAX_CPU_ISA $*" >> "$LOG";;
 *random.choice*) exec "$REAL" "$@";;
 *imports.py*) echo "$SELECTED"; exit;;
 *newest_release*) echo "$NEWEST"; [ -n "$NEWEST" ]; exit $?;;
+*"-m pip install"*) echo "$*" >> "$LOG.pip"; exit;;
 *) exit 0;;
 esac
 while [ $# -gt 0 ]; do [ "$1" = --failed-to ] && list=$2; shift; done
@@ -84,16 +91,35 @@ def test_make_test_all_ends_with_a_lot(make):
     assert "LOT is 'avx3'; expected avx2, sse41, two-threads or seed-NUMBER." in report
 
 
-def test_newer_release_runs_what_depends_on_it(make, tmp_path):
+PINNED = {name: CONSTRAINTS[name] for name in ("torch", "transformers")}
+NEWER = {"torch": "2.99.1", "transformers": "5.99.0"}
+
+
+# Packages that are asked for, the newest of each, and the torch that is installed.
+@pytest.mark.parametrize(("asked", "found", "torch"), [
+    ("torch transformers", NEWER, NEWER["torch"]),
+    ("torch transformers", PINNED | {"torch": NEWER["torch"]}, NEWER["torch"]),
+    ("torch transformers", NEWER | {"torch": PINNED["torch"]}, PINNED["torch"]),
+    ("transformers", {"transformers": NEWER["transformers"]}, PINNED["torch"]),
+])  # fmt: skip
+def test_newer_release_runs_what_depends_on_it(asked, found, torch, make, tmp_path):
     failures = tmp_path / "failures"
-    words = ("test-newest-release", f"FAILURES={failures}")
-    status, _, (ran,) = make(*words, newest="5.99.0", failing="release/bin/python")
+    words = ("test-newest-release", f"RELEASED={asked}", f"FAILURES={failures}")
+    newest = "\n".join(f"{name}=={version}" for name, version in found.items())
+    status, _, (ran,) = make(*words, newest=newest, failing="release/bin/python")
     assert status != 0 and "release/bin/python" in ran
     assert all(folder in ran for folder in ("tests/models", "tests/sites", "tests/memory", "tests/carried"))
+    assert ("tests/ops" in ran) == ("torch" in asked)
+    installs = (tmp_path / "log.pip").read_text().splitlines()
+    assert len(installs) == 2 and all(f" torch=={torch}" in line for line in installs)
     assert failures.read_text() == "tests/test_a.py::test_b[1]\n"
 
 
-NO_NEWER = {CONSTRAINED: f"transformers {CONSTRAINED} is the newest", "": "the registry does not answer"}
+NO_NEWER = {
+    "\n".join(f"{name}=={version}" for name, version in PINNED.items()): "constraints.txt has the newest: torch==",
+    f"transformers=={PINNED['transformers']}": "constraints.txt has the newest: transformers==",
+    "": "the registry does not answer",
+}
 
 
 @pytest.mark.parametrize(("newest", "line"), NO_NEWER.items())
@@ -102,11 +128,28 @@ def test_missing_newer_release_gives_one_line(newest, line, make):
     assert status == 0 and len(report) == 1 and line in report[0] and not ran
 
 
-def test_files_name_the_same_newest_version():
-    assert CONSTRAINED.startswith(f"{NEWEST_TRIED_TRANSFORMERS}.")
-    oldest = re.search(r"^transformers==(\d+\.\d+)", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE)[1]
-    line = f'"transformers>={oldest},<6",  # tried: {oldest} to {NEWEST_TRIED_TRANSFORMERS} (midus_hf/version.py)'
-    assert line in (ROOT / "pyproject.toml").read_text()
+def test_newest_releases_are_those_pip_would_install(monkeypatch):
+    report = {"install": [{"metadata": {"name": "torch", "version": "2.99.1+cu130"}}]}
+    pip = Mock(return_value=subprocess.CompletedProcess([], 0, stdout=json.dumps(report)))
+    monkeypatch.setattr(subprocess, "run", pip)
+    assert newest_releases(["torch"]) == ["torch==2.99.1"]
+    assert [each for each in pip.call_args.args[0] if each.startswith("torch")] == re.findall(
+        r'"(torch>=[^"]*)"', PYPROJECT
+    )
+    pip.side_effect = subprocess.CalledProcessError(1, "pip")
+    assert newest_releases(["torch"]) is None
+
+
+def test_files_name_the_same_tried_versions():
+    assert PINNED["transformers"].startswith(f"{NEWEST_TRIED_TRANSFORMERS}.")
+    tried = {}
+    for name in PINNED:
+        oldest = re.search(rf"^{name}==(\d+\.\d+)", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE)[1]
+        ((requirement, tried[name]),) = re.findall(rf'"{name}>=([\d.]+)[^"]*",  # tried: (\S+ to \S+)', PYPROJECT)
+        assert requirement == oldest == tried[name].split()[0]
+    assert tried["transformers"].endswith(f" to {NEWEST_TRIED_TRANSFORMERS}")
+    assert f"Transformers {tried['transformers']} and torch {tried['torch']}" in (ROOT / "README.md").read_text()
+    assert f"checked with {tried['torch']};" in inspect.getdoc(private_torch)
 
 
 def test_constraints_have_digests():

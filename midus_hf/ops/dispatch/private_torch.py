@@ -1,4 +1,4 @@
-"""Private functions of torch that may change, checked with 2.11 to 2.13; named in no other file.
+"""Private functions of torch that may change, checked with 2.11 to 2.14; named in no other file.
 
 Each function here has a fallback for a torch that lacks the private one, with the same results, more slowly.
 """
