@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -312,14 +312,6 @@ class MemoryModel(HostMixin, HostStack):
     def stack(self) -> HostStack:
         """The stack itself."""
         return self
-
-    def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
-        """Yield each memory that reads shared tables, with these tables by name."""
-        tables = self.services.get("tables")
-        for name, number_of_layer in ({} if tables is None else tables.number_of_layer).items():
-            for layer, number in number_of_layer.items():
-                holder = self.memory_tables[name][number]
-                yield self.layers[layer].memories[name], {key: holder.declared_tensor(key) for key in holder.declared}
 
 
 def _refuse_quantised_tensors(model: nn.Module) -> None:

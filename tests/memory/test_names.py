@@ -159,7 +159,8 @@ def chunks_of(glossary, options, tokens, chunks):
             break
         before = state_of(states_tensor([[behind[-1]]], options)[0, -1]) if behind else RowState()
         row = OpeningTracker(glossary, options, before)
-        row.read_before(tokens[max(0, done - glossary.lookback_tokens) : done], done)
+        first = max(0, done - glossary.lookback_tokens)
+        row.read_before(tokens[first:done], range(first, done))
         read, opened = readings_of(row, part, range(done, done + len(part)), None)
         readings += [(token + done, each.pack, each.place) for each in read for token in range(each.start, each.stop)]
         behind += opened

@@ -236,7 +236,7 @@ class NameScan:
         self._before: tuple[int, Character] | None = None
 
     def read(self, piece: bytes | None) -> TokenNames:
-        """Return the names at the next token from its bytes; None ends all names, as padding does."""
+        """Return the names at the next token from its bytes; None, as of a special token, ends all names."""
         self._token += 1
         if piece is None:
             self._forget()

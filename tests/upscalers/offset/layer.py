@@ -33,11 +33,11 @@ class OpensOffset(BankService):
     def digest(self):
         return repr({name: vector.tolist() for name, vector in self.vectors.items()}) if self.vectors else None
 
-    def of_pass(self, model, arguments, own):
+    def prepare_pass(self, model, arguments, own):
         return self.vectors
 
     @staticmethod
-    def given(value, name, layer):
+    def layer_arguments(value, name, layer):
         return {"vector": value[name]}
 
 
