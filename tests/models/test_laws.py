@@ -212,8 +212,9 @@ def test_padding_between_tokens_changes_no_logits(read, case):
     whole = {"attention_mask": mask, "position_ids": positions, **given}
     first = {"attention_mask": mask[:, :4], "position_ids": positions[:, :4], CACHE: cache, **given}
     later = {"attention_mask": mask, "position_ids": positions[:, 4:], CACHE: cache, **given}
-    outputs = [logits(model, torch.cat(tokens, 1), use_cache=False, **whole)]
-    outputs.append(torch.cat([logits(model, tokens[0], **first), logits(model, tokens[1], **later)], 1))
+    with torch.no_grad():
+        outputs = [torch.cat([model(tokens[0], **first).logits, model(tokens[1], **later).logits], 1)]
+    outputs.append(logits(model, torch.cat(tokens, 1), **whole))
     for number, real in enumerate(mask.bool()):
         alone = logits(model, torch.cat(tokens, 1)[number, real][None], **rows_of(given, [number]))[0]
         for output in outputs:
@@ -228,7 +229,7 @@ def test_branches_in_one_row_are_exact_or_refused(read, case):
     seen[5:, 3:5] = False
     mask = torch.zeros(1, 1, 7, 7, dtype=model.dtype).masked_fill(~seen, torch.finfo(model.dtype).min)
     positions, given = torch.tensor([[0, 1, 2, 3, 4, 3, 4]]), rows_of(given, [0])
-    row = {"attention_mask": mask, "position_ids": positions, "use_cache": False, **given}
+    row = {"attention_mask": mask, "position_ids": positions, **given}
     if {"state", "packs"} & model.model.services.keys():
         with pytest.raises(
             ValueError, match=r"hides from a token the one before it .* its own row, and padding as token_mask"
