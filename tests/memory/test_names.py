@@ -73,6 +73,8 @@ FOUND = {
     "sharp s": (["Straße"], ["STRASSE"], [1]),
     "zero width space": (["New York"], ["\u200bNew\u200b Yo\u200brk"], [1]),
     "soft hyphen": (["gateway"], ["gate\u00adway"], [1]),
+    "variation selectors": (["\u2764\ufe0f line", "\u845b\u57ce"], ["\u2764 line", " \u845b\U000e0100\u57ce"], [1, 2]),
+    "other selectors": (["\u26a0 line"], ["\u26a0\ufe0e\u2060\ufeff\u180b\U000e0041\u034f\u200f line"], [1]),
     "apostrophe": (["O'Reilly"], ["O\u2019Reilly"], [1]),
     "a line break": (["New York"], ["New", "\r\n", "York"], [1]),
     "a character over tokens": (["Café"], [b"Caf\xc3", b"\xa9"], [1]),

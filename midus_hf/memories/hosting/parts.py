@@ -135,8 +135,7 @@ class TokenPlaces:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "TokenPlaces":
         """Return the padding and documents on another device."""
-        both = (self.real, self.starts)
-        return TokenPlaces(*(None if each is None else each.to(device, non_blocking=non_blocking) for each in both))
+        return TokenPlaces(*(_moved(each, device, non_blocking) for each in (self.real, self.starts)))
 
 
 def token_places(
@@ -173,11 +172,8 @@ def token_places(
 
 
 def shown_tokens(mask: object) -> torch.Tensor | None:
-    """Return which tokens each token sees, `[B, T, S]`, by a mask between tokens, `[B, H, T, S]`; None without one.
-
-    Of several masks by name, that of full attention tells.
-    """
-    if isinstance(mask, dict):
+    """Return which tokens each one sees, `[B, T, S]`, by a mask `[B, H, T, S]`; None without one."""
+    if isinstance(mask, dict):  # by kinds of layers
         mask = mask.get("full_attention", next(iter(mask.values())))
     if not (isinstance(mask, torch.Tensor) and mask.dim() == 4):
         return None

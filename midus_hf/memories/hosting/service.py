@@ -169,6 +169,21 @@ class Tokens(Service):
             inputs["token_mask"] = own.clone(memory_format=torch.contiguous_format)
 
 
+class TrainedTokens(Service):
+    """Which tokens of a pass that trains are no padding, as `real`, `[B, T]`, bool; not given if all are."""
+
+    key = "real"
+
+    def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> torch.Tensor | None:
+        mask = arguments["attention_mask"] if own["token_mask"] is None else own["token_mask"]
+        tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
+        return token_places(mask, None, tokens.shape[1], may_hold_documents=False).real if model.training else None
+
+    @classmethod
+    def layer_arguments(cls, value: torch.Tensor | None, name: str, layer: int) -> Keywords:
+        return {} if value is None else {cls.key: value}
+
+
 class States(Service):
     """States of sequences, as `state`, a `MemoryState`, for results that depend on earlier tokens."""
 

@@ -184,10 +184,8 @@ def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: st
 def starts_in_mask(
     shown: torch.Tensor, real: torch.Tensor | None, first: int, reaches_back: bool, name: str
 ) -> torch.Tensor | None:
-    """Return where documents begin, `[B, T]`, by what each token sees, `[B, T, S]`; refuse rows that are no texts.
-
-    Column `first` is the pass's first token, which sees the last one in the cache if it `reaches_back`.
-    """
+    """Return where documents begin, `[B, T]`, by what tokens see, `[B, T, S]`; refuse rows that are no texts."""
+    # Column `first` is the pass's first token, which sees the last one in the cache if it `reaches_back`.
     at = torch.arange(shown.shape[1], device=shown.device)
     latest = at.expand(len(shown), -1) if real is None else torch.where(real, at, -1).cummax(1).values
     before = F.pad(latest[:, :-1], (1, 0), value=-1)  # the token before each, -1 for none in the pass
