@@ -48,8 +48,8 @@ def option(default: Any, help: str, type: str = "") -> Any:
     return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata={"help": help})
 
 
-def check_entry(values: Any) -> None:
-    """Refuse, by a `RequestError`, a memory whose type or site this code does not have."""
+def check_entry(values: Any) -> Any:
+    """Return an entry; refuse, by a `RequestError`, a memory whose type or site this code does not have."""
     name = values["type"]
     if name not in MEMORY_TYPES:
         raise _written_for(f"memory type is {name!r}", MEMORY_TYPES)
@@ -57,6 +57,7 @@ def check_entry(values: Any) -> None:
     site = values.get("site", sites[0])
     if site not in sites:
         raise _written_for(f"memory of type {name!r} has site = {site!r}", sites)
+    return values
 
 
 def read_options(options_class: Any, values: dict[str, Any], subject: str) -> Any:

@@ -5,6 +5,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.errors import RequestError
+from midus_hf.memories.registry import are_causal
 from midus_hf.sources.names import check_dtype, usable_device
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _measure(
         "model": name,
         "model_type": model.config.model_type,
         "parameters": model.num_parameters(),
-        "causal": not (memories is not None and memories.reads_ahead),
+        "causal": memories is None or are_causal(memories),
         "reads_blocks": find_paths is not None if fetches_blocks(model) else None,
         "perplexity": None,
         "tasks": {},

@@ -168,13 +168,14 @@ class DecodeCache:
 
 def _tables_of_readers(model: Any) -> dict[int, Mapping[str, torch.Tensor]]:
     """Return the shared tables that memories read, by the `id` of each module, including PEFT's copies."""
-    return {
-        id(module): tables
-        for stack in model.modules()
-        if hasattr(stack, "table_readers")
-        for reader, tables in stack.table_readers()
-        for module in reader.modules()
-    }
+    tables_of: dict[int, Mapping[str, torch.Tensor]] = {}
+    for stack in (each for each in model.modules() if hasattr(each, "memory_tables")):
+        for name, number_of_layer in stack.services["tables"].number_of_layer.items():
+            for layer, number in number_of_layer.items():
+                holder = stack.memory_tables[name][number]
+                tables = {key: holder.declared_tensor(key) for key in holder.declared}
+                tables_of |= {id(module): tables for module in stack.layers[layer].memories[name].modules()}
+    return tables_of
 
 
 def _is_local_tensor(parameter: torch.Tensor) -> bool:

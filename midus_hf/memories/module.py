@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes, Role
+from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.options import MemoryOptions
 from midus_hf.memories.registry import layer_class
@@ -50,10 +50,6 @@ class DeclaredModule(nn.Module):
         """Remove a declared tensor from the module."""
         del self.declared[name]
         delattr(self, name.removesuffix(".weight"))
-
-    def names_of(self, *roles: Role) -> list[str]:
-        """Return the names of the tensors that have one of the roles."""
-        return [name for name, tensor in self.declared.items() if tensor.role in roles]
 
     def declared_tensor(self, name: str) -> torch.Tensor:
         """Return a parameter or buffer by its declared name."""

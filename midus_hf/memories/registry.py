@@ -188,10 +188,6 @@ class MemoryEntry:
         """True if the memory is attached to layers of the base, False if layers were inserted for the memory."""
         return self.site != "inserted"
 
-    def tensors_at(self, layer: int, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
-        """Return the tensors by name that the memory has in one of its layers."""
-        return self.options.tensors_at(sizes.at(layer), self.layers.index(layer), len(self.layers))
-
     def to_dict(self) -> dict[str, Any]:
         """Return the entry in the form of a config, with every option written out."""
         return {
@@ -202,6 +198,11 @@ class MemoryEntry:
             "layers": list(self.layers),
             **({"into": list(self.into)} if self.into else {}),
         }
+
+
+def tensors_in_layer(entry: MemoryEntry, layer: int, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+    """Return the tensors by name that a memory has in one of its layers."""
+    return entry.options.tensors_at(sizes.at(layer), entry.layers.index(layer), len(entry.layers))
 
 
 @dataclass(frozen=True)
@@ -222,11 +223,6 @@ class Memories:
         """Entries of the attached memories, by name."""
         return {entry.name: entry for entry in self.entries if entry.is_attached}
 
-    @property
-    def reads_ahead(self) -> bool:
-        """True if a memory lets a token depend on later tokens. The model is then not causal."""
-        return any(entry.options.reads_ahead for entry in self.entries)
-
     def attached_to(self, layer: int) -> list[MemoryEntry]:
         """Return the entries of the memories that are attached to a layer, in the order of the config."""
         return [entry for entry in self.attached.values() if layer in entry.layers]
@@ -239,6 +235,11 @@ class Memories:
 
 # Memories of a model without memory. The sizes in it are arbitrary.
 NO_MEMORIES = Memories((), ModelSizes(hidden_size=0, num_heads=1))
+
+
+def are_causal(memories: Memories) -> bool:
+    """Return whether no memory lets a token depend on later tokens."""
+    return not any(entry.options.reads_ahead for entry in memories.entries)
 
 
 def memories_of(config: Any) -> Memories:
@@ -257,18 +258,11 @@ def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> M
     An entry may leave out `site` (default: the first of the type), `name` (default: that of the type) and any option.
     """
     read = []
-    for values in entries or []:
-        check_entry(values)
+    for values in map(check_entry, entries or []):
         options_class, subject = memory_type(values["type"]), f"memory entry of type {values['type']!r}"
         site = values.get("site", options_class.sites[0])
-        for key in _BITS:
-            if values.get(key) is not None:
-                raise RequestError(
-                    f"{subject} has {key} = {values[key]!r}: its values are integers, no longer read; expected values that train. "
-                    "Load the checkpoint that was rounded, or make it anew."
-                )
         placing = {"type", "site", "layers", "" if site == "inserted" else "name", "into" if site == "skip" else ""}
-        option_values = {key: value for key, value in values.items() if key not in placing and key not in _BITS}
+        option_values = {key: value for key, value in values.items() if key not in placing}
         options = read_options(options_class, option_values, subject)
         name = "" if site == "inserted" else values.get("name", options_class.default_name)
         check_place(options, values, name, sizes)
@@ -278,8 +272,8 @@ def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> M
     return memories
 
 
-def check_entry(values: Any) -> None:
-    """Refuse an entry that is not a mapping with a known type and a site that the type can take."""
+def check_entry(values: Any) -> dict[str, Any]:
+    """Return an entry, without null options for bits; refuse one without a known type and a site that the type can take."""
     if not isinstance(values, Mapping):
         raise RequestError(
             f"memory entry is {values!r}; expected a mapping such as {{'type': 'midus-hml', 'layers': [1]}}."
@@ -290,6 +284,13 @@ def check_entry(values: Any) -> None:
         raise RequestError(
             f"memory of type {values['type']!r} has site = {site!r}; expected one of: {', '.join(sites)}."
         )
+    for key in _BITS:
+        if values.get(key) is not None:
+            raise RequestError(
+                f"memory entry of type {values['type']!r} has {key} = {values[key]!r}: its values are integers, no longer read; "
+                "expected values that train. Load the checkpoint that was rounded, or make it anew."
+            )
+    return {key: value for key, value in values.items() if key not in _BITS}
 
 
 def check_memories(memories: Memories) -> None:

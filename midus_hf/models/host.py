@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -246,14 +246,15 @@ class MemoryModel(HostMixin, HostStack):
     def __init__(self, config):
         super().__init__(config)
         memories = memories_of(config)
-        taken_over: dict[int, tuple[Any, ...]] = dict.fromkeys(memories.inserted, self.block_classes)
-        if memories.attached:  # since all layers are called with the inputs for memories
-            base_layers = (layer for layer in range(config.num_hidden_layers) if layer not in taken_over)
-            taken_over |= dict.fromkeys(base_layers, self.layer_classes)
-        for index, hosts in taken_over.items():
-            layer: Any = self.layers[index]
+        hosting: list[Any] = []
+        for index in sorted(range(config.num_hidden_layers), key=lambda index: index not in memories.inserted):
+            is_inserted = index in memories.inserted
+            if not (is_inserted or memories.attached or any(layer.takes_inputs for layer in hosting)):
+                break  # without inputs of memories, which all layers are called with
+            hosts, layer = self.block_classes if is_inserted else self.layer_classes, self.layers[index]
             layer.__class__ = next(each for each in hosts if each.family_class is type(layer))
             layer.host(config, index, memories)
+            hosting.append(layer)
         # By the name of the memory, empty for an inserted one, and the layer.
         hosted: dict[tuple[str, int], MemoryModule] = {}
         for index, layer in enumerate(self.layers):
@@ -268,7 +269,7 @@ class MemoryModel(HostMixin, HostStack):
             users = {key: memory for key, memory in hosted.items() if service in memory.services}
             self.services[service.key] = service(self, memories, users)
         self._makes_inputs = bool(memories.attached or self.services or self._taken_arguments)
-        taken_names = (type(self.layers[index]).__name__ for index in taken_over)
+        taken_names = (type(layer).__name__ for layer in hosting)
         self._no_split_modules = {*(self._no_split_modules or ()), *taken_names}
         self.post_init()  # type: ignore[operator]
 
@@ -312,14 +313,6 @@ class MemoryModel(HostMixin, HostStack):
     def stack(self) -> HostStack:
         """The stack itself."""
         return self
-
-    def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
-        """Yield each memory that reads shared tables, with these tables by name."""
-        tables = self.services.get("tables")
-        for name, number_of_layer in ({} if tables is None else tables.number_of_layer).items():
-            for layer, number in number_of_layer.items():
-                holder = self.memory_tables[name][number]
-                yield self.layers[layer].memories[name], {key: holder.declared_tensor(key) for key in holder.declared}
 
 
 def _refuse_quantised_tensors(model: nn.Module) -> None:

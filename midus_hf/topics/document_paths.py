@@ -3,6 +3,7 @@
 import collections
 import itertools
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import TREE_COLUMN
 from midus_hf.files.checkpoint_files import read_json
 from midus_hf.files.outputs import atomic_write
+from midus_hf.sources.characters import visible_text
 from midus_hf.topics.building import unit_rows
 from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
 from midus_hf.topics.tree import ClusterTree
@@ -103,19 +105,31 @@ class TopicNames:
 
     @classmethod
     def from_rows(cls, rows: "Dataset", columns: Sequence[str]) -> "TopicNames":
-        """Return the names in columns of a corpus, in the order of their first occurrence."""
+        """Return the names in columns of a corpus, in the order of their first occurrence.
+
+        Names that look alike (`visible_text`) are one topic, and this warns about each.
+        """
         absent = [column for column in columns if column not in rows.column_names]
         if absent:
             raise RequestError(
                 f"the corpus has no column {absent[0]!r}, only {', '.join(rows.column_names)}; expected a column with the name of "
                 "each text's topic. Correct --topic-column."
             )
-        names: dict[str, Any] = {}
-        for path in _paths_of_names(rows, columns):
-            node = names
+        topics = cls(tuple(columns), {})
+        alike: dict[tuple[str, ...], str] = {}
+        cases: dict[tuple[str, ...], str] = {}
+        for path in dict.fromkeys(_paths_of_names(rows, columns)):
+            node, above = topics.names, ()
             for name in path:
-                node = node.setdefault(name, {})
-        return cls(tuple(columns), names)
+                look = visible_text(name)
+                first = alike.setdefault((*above, look), name)
+                other = cases.setdefault((*above, look.casefold()), first)
+                if first != name:
+                    _warn_of_twins(first, name, "look alike and are one topic")
+                elif other != first and name not in node:
+                    _warn_of_twins(other, name, "differ in case only and are two topics")
+                node, above = node.setdefault(first, {}), (*above, first)
+        return topics
 
     @property
     def branching(self) -> int:
@@ -128,10 +142,12 @@ class TopicNames:
 
     def paths(self, rows: "Dataset | Mapping[str, Sequence[Any]]", label: str = _CORPUS) -> np.ndarray:
         """Return each text's path by its names, `[texts, levels]`, int64; messages say `label`."""
-        branching, paths = self.branching, []
+        branching, paths, alike = self.branching, [], dict(_names_by_look(self.names))
         for number, path in enumerate(_paths_of_names(rows, self.columns, label), start=1):
-            below, node, nodes = self.names, 0, []
+            below, node, nodes, above = self.names, 0, [], ()
             for name in path:
+                name = name if name in below else alike.get((*above, visible_text(name)), name)
+                above = (*above, name)
                 if name not in below:
                     raise RequestError(
                         f"row {number} of {label} has the topic {' / '.join(path)!r}, which the tree does not know; "
@@ -159,12 +175,23 @@ class TopicNames:
         return cls(tuple(record["columns"]), record["names"])
 
 
+def _names_by_look(names: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield each name by the names above it and how it looks."""
+    for name, below in names.items():
+        yield (*above, visible_text(name)), name
+        yield from _names_by_look(below, (*above, name))
+
+
+def _warn_of_twins(first: str, name: str, how: str) -> None:
+    warnings.warn(f"the topics {first!a} and {name!a} {how}; write each topic's name in one way.", stacklevel=4)
+
+
 def _paths_of_names(
     rows: "Dataset | Mapping[str, Sequence[Any]]", columns: Sequence[str], label: str = _CORPUS
 ) -> Iterator[tuple[str, ...]]:
     for number, path in enumerate(zip(*(rows[column] for column in columns), strict=True), start=1):
         for name, column in zip(path, columns, strict=True):
-            if not isinstance(name, str) or not name.strip():
+            if not isinstance(name, str) or not visible_text(name):
                 raise RequestError(
                     f"row {number} of {label} has {name!r} under {column!r}; expected the name of its topic. "
                     "Fill it in, or remove the row."

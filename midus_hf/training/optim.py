@@ -163,8 +163,13 @@ def set_trainable(
 
 def _tensors_of(modules: Iterable[nn.Module], roles: Sequence[Any]) -> list[nn.Parameter]:
     memories = [each for module in modules for each in module.modules() if isinstance(each, DeclaredModule)]
-    parameters = [(memory.names_of(*roles), dict(memory.named_parameters())) for memory in memories]
-    return [by_name[name] for names, by_name in parameters for name in names if name in by_name]
+    parameters = [(memory.declared, dict(memory.named_parameters())) for memory in memories]
+    return [
+        by_name[name]
+        for declared, by_name in parameters
+        for name, tensor in declared.items()
+        if tensor.role in roles and name in by_name
+    ]
 
 
 def num_trained(module: nn.Module) -> int:

@@ -73,6 +73,8 @@ FOUND = {
     "sharp s": (["Straße"], ["STRASSE"], [1]),
     "zero width space": (["New York"], ["\u200bNew\u200b Yo\u200brk"], [1]),
     "soft hyphen": (["gateway"], ["gate\u00adway"], [1]),
+    "variation selectors": (["\u2764\ufe0f line", "\u845b\u57ce"], ["\u2764 line", " \u845b\U000e0100\u57ce"], [1, 2]),
+    "other selectors": (["\u26a0 line"], ["\u26a0\ufe0e\u2060\ufeff\u180b\U000e0041\u034f\u200f line"], [1]),
     "apostrophe": (["O'Reilly"], ["O\u2019Reilly"], [1]),
     "a line break": (["New York"], ["New", "\r\n", "York"], [1]),
     "a character over tokens": (["Café"], [b"Caf\xc3", b"\xa9"], [1]),
@@ -159,7 +161,8 @@ def chunks_of(glossary, options, tokens, chunks):
             break
         before = state_of(states_tensor([[behind[-1]]], options)[0, -1]) if behind else RowState()
         row = OpeningTracker(glossary, options, before)
-        row.read_before(tokens[max(0, done - glossary.lookback_tokens) : done], done)
+        first = max(0, done - glossary.lookback_tokens)
+        row.read_before(tokens[first:done], range(first, done))
         read, opened = readings_of(row, part, range(done, done + len(part)), None)
         readings += [(token + done, each.pack, each.place) for each in read for token in range(each.start, each.stop)]
         behind += opened

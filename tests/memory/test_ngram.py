@@ -78,6 +78,21 @@ def test_cropping_beyond_the_state_is_refused():
         state.crop(-65)
 
 
+def test_padding_at_the_end_is_taken_back_with_its_place(memory):
+    """Tokens are taken back by their places in the cache, of which some hold padding."""
+    real = torch.ones(2, 12, dtype=torch.bool)
+    real[0, 5:8] = False
+    state, places = MemoryState("ngram", 0, True, rollback=memory.rollback), TokenPlaces(real)
+    run(memory, 0, 12, tokens=places, state=state)
+    state.crop(-5)  # a token and padding of the first row
+    output, alone = run(memory, 8, 12, state=state), MemoryState("ngram", 0, True)
+    run(memory, 0, 5, state=alone)
+    assert_same(output[:1], run(memory, 8, 12, state=alone)[:1])
+    whole = MemoryState("ngram", 0, True)
+    run(memory, 0, 7, state=whole)
+    assert_same(output[1:], run(memory, 8, 12, state=whole)[1:])
+
+
 def test_documents_of_a_row_do_not_see_one_another(memory):
     starts = torch.zeros(2, 12, dtype=torch.bool)
     starts[:, 5] = True

@@ -112,6 +112,19 @@ def test_output_and_statistics_match_the_equations(memory_type, query_norm, trai
             torch.testing.assert_close(memory(inputs), expected, rtol=1e-10, atol=1e-12)
 
 
+def test_statistics_are_those_of_tokens_that_are_no_padding(memory_type):
+    memory, other = (acting(retrieving(memory_type, query_norm="batch").double()).train() for _ in range(2))
+    inputs, real = read_by(memory, 2, 6), torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 1]], dtype=torch.bool)
+    inputs[~real] = 1e3
+    output = memory(inputs, real=real)
+    torch.testing.assert_close(output[real], other(inputs[real][None])[0], rtol=1e-10, atol=1e-12)
+    for name in ("query_mean", "query_variance"):
+        torch.testing.assert_close(getattr(memory, name), getattr(other, name), rtol=1e-10, atol=1e-12)
+    before = memory.query_mean.clone()
+    memory(read_by(memory, 2, 6), real=torch.zeros_like(real))
+    assert torch.equal(memory.query_mean, before)
+
+
 def test_gradients_match_finite_differences(memory_type):
     memory = retrieving(memory_type, hidden_size=8, num_heads=2, size=3, query_norm="batch").double()
     inputs = read_by(acting(memory), 1, 4).requires_grad_()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from memory.chapter_layers import assert_reads, by_loops, gradients_of, indices, layer, places_of, states
 
 from midus_hf.memories.hosting.parts import TokenPlaces, token_places
-from midus_hf.memories.hosting.state import MemoryState
+from midus_hf.memories.hosting.state import MemoryState, starts_in_mask
 from midus_hf.memories.moc.pooling import ChunkSizes, EqualSegments, PaddedSegments
 from midus_hf.ops.moc import op as chapter_attention
 
@@ -193,4 +193,25 @@ def test_token_places_follow_mask_and_positions():
         assert found(mask, None).real.tolist() == [[bool(value) for value in mask[0]]]
     assert found([[0, 0, 1, 1, 0, 1]], None, tokens=2).real.tolist() == [[False, True]], "the last of a longer mask"
     assert found([[0, 0, 1, 1]], None, tokens=1).real.tolist() == [[True]]
+    assert found(None, [[3, 4, 1, 2]]).starts.tolist() == [[False, False, True, False]], (
+        "as Transformers hides documents"
+    )
     assert token_places(torch.ones(1, 1, 4, 4), None, 4, may_hold_documents=True) == TokenPlaces()
+
+
+def test_documents_are_those_of_a_mask_between_tokens():
+    def starts(shown, first=0, reaches_back=False, real=None):
+        shown = torch.tensor(shown, dtype=torch.bool)[None]
+        return starts_in_mask(shown, None if real is None else torch.tensor([real]), first, reaches_back, "ngram")
+
+    assert starts([[1, 0, 0], [1, 1, 0], [0, 1, 1]]) is None, "a window"
+    assert starts([[1, 0, 0], [0, 1, 0], [0, 1, 1]]).tolist() == [[False, True, False]]
+    assert starts([[1, 0, 0], [1, 0, 0], [1, 0, 1]], real=[True, False, True]) is None
+    assert starts([[1, 1, 1, 0], [1, 1, 1, 1]], first=2, reaches_back=True) is None
+    assert starts([[1, 0, 1, 0], [1, 0, 1, 1]], first=2) is None, "padding of the cache, which a token mask tells"
+    refused = [[[1, 0, 0], [1, 1, 0], [1, 0, 1]], 0, False], [[[1, 0, 1, 0], [1, 0, 1, 1]], 2, True]
+    for arguments in refused:
+        with pytest.raises(
+            ValueError, match=r"^attention_mask hides .* 'ngram' reads .*; expected one text per row\. Give"
+        ):
+            starts(*arguments)

@@ -117,7 +117,8 @@ def open_behind(tokenizer, ids, sizes=None):
 
     for size in [*(sizes or []), len(ids)]:
         row, part = row_of(state), ids[done : done + size]
-        row.read_before(ids[max(0, done - glossary.lookback_tokens) : done], done)
+        first = max(0, done - glossary.lookback_tokens)
+        row.read_before(ids[first:done], range(first, done))
         _, states = readings_of(row, part, range(done, done + len(part)), None)
         state, done = states[-1] if states else state, done + len(part)
     pack = row_of(state).pack()
@@ -290,7 +291,8 @@ def test_pack_is_open_to_the_end_of_its_line(text, read):
     steps, before = [], RowState()
     for at, token in enumerate(ids):
         row = OpeningTracker(glossary, options, before)
-        row.read_before(ids[max(0, at - glossary.lookback_tokens) : at], at)
+        first = max(0, at - glossary.lookback_tokens)
+        row.read_before(ids[first:at], range(first, at))
         row.read(token, at)
         steps += [at] if row.pack() else []
         before = row.state

@@ -202,6 +202,46 @@ def test_documents_in_one_row_do_not_see_each_other(read, case):
 
 
 @each_case
+def test_padding_between_tokens_changes_no_logits(read, case):
+    """In one pass, and as conversations of a batch whose first turns were filled up, within the window of sliding layers."""
+    (case, model, given) = read(case)
+    rows, second = [prompt(4, 1, 4), prompt(2, 1, 2)], prompt(4, 2, 3)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 0, 1, 1]])
+    tokens = torch.cat([rows[0], torch.nn.functional.pad(rows[1], (0, 2))]), second * mask[:, 4:]
+    positions, cache = (mask.cumsum(1) - 1).clamp(min=0), DynamicCache(config=model.config)
+    whole = {"attention_mask": mask, "position_ids": positions, **given}
+    first = {"attention_mask": mask[:, :4], "position_ids": positions[:, :4], CACHE: cache, **given}
+    later = {"attention_mask": mask, "position_ids": positions[:, 4:], CACHE: cache, **given}
+    with torch.no_grad():
+        outputs = [torch.cat([model(tokens[0], **first).logits, model(tokens[1], **later).logits], 1)]
+    outputs.append(logits(model, torch.cat(tokens, 1), **whole))
+    for number, real in enumerate(mask.bool()):
+        alone = logits(model, torch.cat(tokens, 1)[number, real][None], **rows_of(given, [number]))[0]
+        for output in outputs:
+            torch.testing.assert_close(output[number, real], alone, **CLOSE[case.dtype])
+
+
+@each_case
+def test_branches_in_one_row_are_exact_or_refused(read, case):
+    (case, model, given) = read(case)
+    parts = [prompt(length, 1, length) for length in (3, 2, 2)]
+    seen = torch.ones(7, 7).tril().bool()
+    seen[5:, 3:5] = False
+    mask = torch.zeros(1, 1, 7, 7, dtype=model.dtype).masked_fill(~seen, torch.finfo(model.dtype).min)
+    positions, given = torch.tensor([[0, 1, 2, 3, 4, 3, 4]]), rows_of(given, [0])
+    row = {"attention_mask": mask, "position_ids": positions, **given}
+    if {"state", "packs"} & model.model.services.keys():
+        with pytest.raises(
+            ValueError, match=r"hides from a token the one before it .* its own row, and padding as token_mask"
+        ):
+            logits(model, torch.cat(parts, 1), **row)
+        return
+    first, second = (logits(model, torch.cat([parts[0], part], 1), **given) for part in parts[1:])
+    output = logits(model, torch.cat(parts, 1), **row)
+    torch.testing.assert_close(output, torch.cat([first, second[:, 3:]], 1), **CLOSE[case.dtype])
+
+
+@each_case
 def test_later_tokens_change_no_earlier_logits(read, case):
     (case, model, given), tokens = read(case), prompt()
     changed = torch.cat([tokens[:, :WINDOW], prompt(2 * WINDOW, seed=9)], dim=1)

@@ -91,6 +91,17 @@ def test_parts_of_requests_are_computed_as_whole_ones(family, make, engine):
     torch.testing.assert_close(reused, expected[0, 12:], rtol=1e-4, atol=1e-5)
 
 
+def test_models_of_one_process_read_their_own_glossaries(engine):
+    model, tokens = with_packs("llama"), prompt()[:1]
+    expected, stack = whole_passes(model, tokens)[0], served(engine, model)
+    layers = dict(engine.layers)
+    served(engine, model).services["packs"].glossary = Glossary(tiny_tokenizer(), [])
+    engine.layers.clear()
+    engine.layers.update(layers)
+    output = run_pass(engine, stack, tokens, [(0, FIRST, 0, 24)])
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_conversations_in_parts_are_computed_as_whole_ones(engine):
     """Two turns, with packs of two entries and of the words before their names."""
     tokenizer = chat_tokenizer()

@@ -6,6 +6,7 @@ from typing import Any
 from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.flops import Backbone, ModelFlops, estimate_flops, values_read
+from midus_hf.memories.registry import tensors_in_layer
 from upscalers.architecture.layer_tensors import family_of
 from upscalers.architecture.layout import layout_of
 
@@ -50,7 +51,7 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     numbers = {"value": 0, "buffer": 0, "rest": 0}
     read = 0
     for entry in memories.entries:
-        held = [(1, entry.tensors_at(layer, sizes)) for layer in entry.layers]
+        held = [(1, tensors_in_layer(entry, layer, sizes)) for layer in entry.layers]
         if entry.is_attached:
             held += [(len(tables.layers), tables.tensors) for tables in memories.tables(entry.name)]
         per_token = values_read(entry.options, sizes)

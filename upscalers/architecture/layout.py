@@ -16,7 +16,7 @@ from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX, model_type_of
 from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.options import InsertedOptions
-from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, read_memories
+from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, read_memories, tensors_in_layer
 from upscalers.architecture.layer_tensors import (
     GIVES_KEYS,
     LAYER_INDEX_KEYS,
@@ -79,7 +79,7 @@ def layout_of(config: Config) -> Layout:
         for entry in memories.entries:
             if layer in entry.layers:
                 within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
-                of_entry = entry.tensors_at(layer, backbone.sizes)
+                of_entry = tensors_in_layer(entry, layer, backbone.sizes)
                 own |= {f"{within}.{name}": tensor for name, tensor in of_entry.items()}
         declared |= {f"{_LAYERS}{layer}.{name}": tensor for name, tensor in own.items()}
         layers.append(tensors | {name: LayerTensor("memory", tensor.shape) for name, tensor in own.items()})

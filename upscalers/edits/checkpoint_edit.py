@@ -18,7 +18,7 @@ from midus_hf.files.cards import read_card, without_results, write_card
 from midus_hf.files.checkpoint_files import CARD, CODE, CONFIG, RECORD, WEIGHTS, indexed_weights, is_of
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.controls import num_value_rows
-from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, memory_type
+from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, memory_type, tensors_in_layer
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source, total_bank_bytes, travelling_files
@@ -174,7 +174,9 @@ def _value_tables(model: BaseCheckpoint) -> Iterator[tuple[str, str, DeclaredTen
     memories = model.layout.memories
     for entry in memories.entries:
         within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
-        owners = [(model.new_name(layer, within), entry.tensors_at(layer, memories.sizes)) for layer in entry.layers]
+        owners = [
+            (model.new_name(layer, within), tensors_in_layer(entry, layer, memories.sizes)) for layer in entry.layers
+        ]
         shared = f"{model.prefix}{TABLES}.{entry.name}"
         tables = enumerate(entry.options.tables(memories.sizes, entry.layers))
         owners += [(f"{shared}.{number}", table.tensors) for number, table in tables]

@@ -10,7 +10,7 @@ from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
-from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, MemoryEntry
+from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, MemoryEntry, tensors_in_layer
 from upscalers.architecture.layer_tensors import Config, kept_roles, projections_of, roles_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import METHODS, Method, Paper
@@ -186,7 +186,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         recipes, entry = super().recipes(base, plan, seed), self.entry(base, plan)
         sizes = base.layout.sizes
         for layer in entry.layers:
-            for name, tensor in entry.tensors_at(layer, sizes).items():
+            for name, tensor in tensors_in_layer(entry, layer, sizes).items():
                 name = f"{ATTACHED}.{entry.name}.{name}"
                 recipes[layer][name] = initialised(tensor, base.new_name(layer, name), seed)
         return recipes

@@ -14,6 +14,7 @@ from midus_hf.files.cards import write_card
 from midus_hf.files.checkpoint_files import Kind
 from midus_hf.files.outputs import OutputFolder
 from midus_hf.memories.bank import MemoryFiles, bank_patterns, banks_of
+from midus_hf.memories.registry import are_causal
 from upscalers.architecture.layer_tensors import Config
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
@@ -63,7 +64,7 @@ def write_upscaled(
     """Write a job's result; return fields of the report; `verify`: refuse NaN, and compare with the base."""
     base, method = job.base, job.method
     hosts = job.config["model_type"].startswith(MEMORY_PREFIX)
-    record = upscale_record(method, base, job.plan, job.seed, job.layout.memories.reads_ahead)
+    record = upscale_record(method, base, job.plan, job.seed, not are_causal(job.layout.memories))
     config = {**job.config, RECORD_KEY: {}}
     if hosts:
         config["auto_map"] = _auto_map(base.whole_config(config)["model_type"])

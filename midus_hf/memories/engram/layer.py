@@ -13,7 +13,14 @@ from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT, EngramOptions
 from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.hosting.service import States, Tables, Tokens
 from midus_hf.memories.hosting.sites import BehindAttention, BehindLayer, BesideFeedForward
-from midus_hf.memories.hosting.state import SPARE_TOKENS, MemoryState, without_last
+from midus_hf.memories.hosting.state import (
+    SPARE_TOKENS,
+    MemoryState,
+    latest_tokens,
+    reordered,
+    text_order,
+    without_last,
+)
 from midus_hf.memories.hosting.vllm import SlotState, SlotStates
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import register_layer, register_paged_layer
@@ -54,6 +61,7 @@ class EngramMemory(MemoryModule):
         self.moduli = options.moduli
         self.numbers_before = options.max_order - 1
         self.values_before = max(0, options.kernel - 1) * self.dilation
+        self.kept_before = max(self.numbers_before, self.values_before)
 
     def forward(
         self,
@@ -76,8 +84,12 @@ class EngramMemory(MemoryModule):
         places, kept = tokens or TokenPlaces(), {} if state is None else state.kept
         numbers = self.numbers_of(input_ids, tables or {}, places)  # [B, T]
         document = None if places.starts is None else places.starts.long().cumsum(1)
+        order = text_order(places.real, continues=bool(kept))
+        place = None if order is None else order.argsort(1)
+        document_in_order = None if document is None else reordered(document, order)
         before = self._before(kept, "numbers", self.numbers_before, numbers)
-        rows = self.rows_read(numbers, tables or {}, document, before)
+        rows = self.rows_read(reordered(numbers, order), tables or {}, document_in_order, before)
+        rows = reordered(rows, place)
         is_known = rows != 0 if self.options.table == "exact" else torch.ones_like(rows)
         weights = is_known.to(wide_dtype(self.value_table)).unsqueeze(-1)
         weights = F.dropout(weights, self.options.row_dropout, self.training)
@@ -90,7 +102,8 @@ class EngramMemory(MemoryModule):
             if places.real is not None:
                 normed = normed * places.real.unsqueeze(-1)
             before = self._before(kept, "values", self.values_before, normed)
-            added = added + F.silu(self._convolved(torch.cat([before, normed], 1), document))
+            convolved = self._convolved(torch.cat([before, reordered(normed, order)], 1), document_in_order)
+            added = added + F.silu(reordered(convolved, place))
             keeping["values"] = normed
         if state is not None:
             state.keep(self._kept_after(kept, keeping, document))
@@ -106,8 +119,7 @@ class EngramMemory(MemoryModule):
     def _before(self, kept: Mapping[str, torch.Tensor], name: str, count: int, like: torch.Tensor) -> torch.Tensor:
         """Return what is kept of the last `count` tokens, `[B, count, ...]`; zeros before the sequence."""
         if name in kept:
-            whole = kept[name]
-            return whole[:, whole.shape[1] - count :].to(like.dtype)
+            return latest_tokens(kept[name], kept["numbers"] != NO_TOKEN, count).to(like.dtype)
         return like.new_zeros(len(like), count, *like.shape[2:])
 
     def rows_read(
@@ -178,18 +190,23 @@ class EngramMemory(MemoryModule):
     def _kept_after(
         self, kept: Mapping[str, torch.Tensor], keeping: Mapping[str, torch.Tensor], document: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """Return the state after the pass: the last document's last tokens, and how many can be taken back."""
+        """Return the state after the pass: the last document's last tokens, and how many can be taken back.
+
+        These are at the end as they stand in the cache, with padding, and before them are the last ones that are no padding.
+        """
         numbers = keeping["numbers"]
         spare = kept["spare"] if "spare" in kept else torch.full_like(numbers[:, 0], SPARE_TOKENS)
         after = {"spare": (spare + numbers.shape[1]).clamp(max=SPARE_TOKENS)}
-        for name, count in (("numbers", self.numbers_before), ("values", self.values_before)):
-            if name in keeping:
-                new = keeping[name]
-                whole = torch.cat([self._before(kept, name, count + SPARE_TOKENS, new), new], 1)
-                if document is not None:
-                    last = F.pad(document, (count + SPARE_TOKENS, 0)) == document[:, -1:]
-                    whole = whole * last.view(*last.shape, *(1,) * (whole.dim() - 2))
-                after[name] = whole[:, -(count + SPARE_TOKENS) :]
+        is_real = None
+        for name, new in keeping.items():
+            zeros = new.new_zeros(len(new), self.kept_before + SPARE_TOKENS, *new.shape[2:])
+            whole = torch.cat([kept[name].to(new.dtype) if name in kept else zeros, new], 1)
+            if document is not None:
+                last = F.pad(document, (zeros.shape[1], 0)) == document[:, -1:]
+                whole = whole * last.view(*last.shape, *(1,) * (whole.dim() - 2))
+            earlier, latest = whole[:, :-SPARE_TOKENS], whole[:, -SPARE_TOKENS:]
+            is_real = earlier != NO_TOKEN if is_real is None else is_real  # by the numbers, which come first
+            after[name] = torch.cat([latest_tokens(earlier, is_real, self.kept_before), latest], 1)
         return after
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -134,8 +135,7 @@ class TokenPlaces:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "TokenPlaces":
         """Return the padding and documents on another device."""
-        both = (self.real, self.starts)
-        return TokenPlaces(*(None if each is None else each.to(device, non_blocking=non_blocking) for each in both))
+        return TokenPlaces(*(_moved(each, device, non_blocking) for each in (self.real, self.starts)))
 
 
 def token_places(
@@ -149,29 +149,35 @@ def token_places(
 
     Args:
         token_mask: `[B, S]`, zero for padding, the last T columns for this pass; or between tokens, `[B, 1, T, T]`, in which padding
-            is hidden from itself (of several by name, the first). None: no padding.
+            is hidden from itself (`shown_tokens`). None: no padding.
         position_ids: `[B, T]`, or None.
         num_tokens: T.
-        may_hold_documents: Whether a position of zero begins a document, as without a mask and a cache.
+        may_hold_documents: Whether a position that does not follow the last one begins a document, as without a mask and a cache.
     """
     real = starts = None
-    mask = next(iter(token_mask.values())) if isinstance(token_mask, dict) else token_mask
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+    shown = shown_tokens(token_mask)
+    if isinstance(token_mask, torch.Tensor) and token_mask.dim() == 2:
         may_hold_documents = False
-        real = mask[:, mask.shape[1] - num_tokens :] != 0
-    elif isinstance(mask, torch.Tensor) and mask.shape[-2:] == (num_tokens, num_tokens):
-        seen = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # [B, T]
-        real = seen > torch.finfo(seen.dtype).min / 2 if seen.is_floating_point() else seen != 0
+        real = token_mask[:, token_mask.shape[1] - num_tokens :] != 0
+    elif shown is not None and shown.shape[2] == num_tokens:
+        real = shown.diagonal(dim1=1, dim2=2)  # [B, T]
     if may_hold_documents and num_tokens > 1 and position_ids is not None and position_ids.dim() == 2:
-        starts = position_ids == 0
-        # The first token begins the row anyway.
-        starts = torch.cat([torch.zeros_like(starts[:, :1]), starts[:, 1:]], dim=1)
+        starts = F.pad(position_ids.diff(dim=1) != 1, (1, 0))  # the first token begins the row anyway
     if real is not None and starts is not None:
         starts = starts & real & real.roll(1, dims=1)  # the first token after padding begins the row
     if torch.compiler.is_compiling() or num_tokens == 1:
         return TokenPlaces(real, starts)  # a graph cannot branch on what tensors hold; a decoding step need not wait
     holds_documents, is_padded = starts is not None and bool(starts.any()), real is not None and not bool(real.all())
     return TokenPlaces(real if is_padded else None, starts if holds_documents else None)
+
+
+def shown_tokens(mask: object) -> torch.Tensor | None:
+    """Return which tokens each one sees, `[B, T, S]`, by a mask `[B, H, T, S]`; None without one."""
+    if isinstance(mask, dict):  # by kinds of layers
+        mask = mask.get("full_attention", next(iter(mask.values())))
+    if not (isinstance(mask, torch.Tensor) and mask.dim() == 4):
+        return None
+    return mask[:, 0] > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask[:, 0] != 0
 
 
 class CarriedKey(NamedTuple):

@@ -1,6 +1,7 @@
 """Services: what a model does for its memories besides calling them in its layers."""
 
 import contextlib
+import dataclasses
 import os
 import sys
 import warnings
@@ -17,8 +18,15 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.hosting.layer import HostLayer
-from midus_hf.memories.hosting.parts import CACHE, Keywords, TokenPlaces, projection_name, token_places
-from midus_hf.memories.hosting.state import MemoryState, crop_error, refuse_one_row, states_in
+from midus_hf.memories.hosting.parts import (
+    CACHE,
+    Keywords,
+    TokenPlaces,
+    projection_name,
+    shown_tokens,
+    token_places,
+)
+from midus_hf.memories.hosting.state import MemoryState, crop_error, refuse_one_row, starts_in_mask, states_in
 from midus_hf.memories.module import MemoryModule, MemoryTables
 from midus_hf.memories.registry import Memories
 
@@ -125,16 +133,28 @@ class Tables(Service):
 
 
 class Tokens(Service):
-    """Padding and documents of a pass, as `tokens`, a `TokenPlaces`."""
+    """Padding and documents of a pass, as `tokens`, a `TokenPlaces`; refuses rows of which memories with states know no order."""
 
     key = "tokens"
 
+    def __init__(self, model: HostStack, memories: Memories, hosted: Hosted):
+        needed = ((name, service) for (name, _), memory in hosted.items() for service in memory.services)
+        self.reader = next((name for name, service in needed if service.may_add_cache), None)
+
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> TokenPlaces:
-        mask = arguments["attention_mask"]
-        may_hold = not (isinstance(mask, torch.Tensor) and mask.dim() == 2) and arguments[CACHE] is None
+        mask, cache, positions = arguments["attention_mask"], arguments[CACHE], arguments["position_ids"]
         tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
-        mask = mask if own["token_mask"] is None else own["token_mask"]
-        return token_places(mask, arguments["position_ids"], tokens.shape[1], may_hold_documents=may_hold)
+        may_hold = not (isinstance(mask, torch.Tensor) and mask.dim() == 2) and cache is None
+        positions = positions.expand(len(tokens), -1) if positions is not None and positions.dim() == 2 else None
+        given, shown = mask if own["token_mask"] is None else own["token_mask"], shown_tokens(mask)
+        places = token_places(given, positions, tokens.shape[1], may_hold_documents=may_hold)
+        if shown is None or self.reader is None or torch.compiler.is_compiling():
+            return places
+        before, spare = 0 if cache is None else int(cache.get_seq_length()), shown.shape[2] - tokens.shape[1]
+        first = before if spare >= before else spare  # a sliding cache has the last columns only
+        reaches_back = before > 0 and own["token_mask"] is None  # which tells no padding of the cache
+        starts = starts_in_mask(shown, places.real, first, reaches_back, self.reader)
+        return dataclasses.replace(places, starts=starts)
 
     @classmethod
     def layer_arguments(cls, value: TokenPlaces | None, name: str, layer: int) -> Keywords:
@@ -147,6 +167,21 @@ class Tokens(Service):
             # Of one stride whatever the length before, since compiled code would be compiled again for each token.
             own = attention_mask[:, -tokens.shape[1] :]
             inputs["token_mask"] = own.clone(memory_format=torch.contiguous_format)
+
+
+class TrainedTokens(Service):
+    """Which tokens of a pass that trains are no padding, as `real`, `[B, T]`, bool; not given if all are."""
+
+    key = "real"
+
+    def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> torch.Tensor | None:
+        mask = arguments["attention_mask"] if own["token_mask"] is None else own["token_mask"]
+        tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
+        return token_places(mask, None, tokens.shape[1], may_hold_documents=False).real if model.training else None
+
+    @classmethod
+    def layer_arguments(cls, value: torch.Tensor | None, name: str, layer: int) -> Keywords:
+        return {} if value is None else {cls.key: value}
 
 
 class States(Service):

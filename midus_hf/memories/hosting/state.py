@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.module import MemoryModule
@@ -27,6 +28,40 @@ def without_last(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.T
     for name in kept.keys() - after.keys():
         after[name] = torch.cat([torch.zeros_like(kept[name][:, :count]), kept[name][:, :-count]], 1)
     return after
+
+
+def text_order(real: torch.Tensor | None, continues: bool) -> torch.Tensor | None:
+    """Return indices of tokens as they follow one another, `[B, T]`, padding last; None if they do so as they stand.
+
+    Args:
+        real: `[B, T]`, bool, false for padding. None: no padding.
+        continues: Whether there are tokens before the pass.
+    """
+    if real is None or real.shape[1] == 1:
+        return None
+    order = real.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+    if torch.compiler.is_compiling():
+        return order
+    is_split = real[:, 1:] > real[:, :-1]  # a token after padding
+    if not continues:
+        is_split = is_split & (real[:, :-1].cumsum(1) > 0)
+    return order if bool(is_split.any()) else None
+
+
+def reordered(each: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """Return what tokens have, `[B, T, ...]`, by indices `[B, T]` for each row; None leaves it as it is."""
+    return each if order is None else each[torch.arange(len(each), device=each.device)[:, None], order]
+
+
+def latest_tokens(kept: torch.Tensor, is_real: torch.Tensor, count: int) -> torch.Tensor:
+    """Return what is kept, `[B, S, ...]`, of the last tokens that are no padding, `[B, count, ...]`; or zeros.
+
+    `is_real` is `[B, S]`, bool.
+    """
+    up_to = is_real.long().cumsum(1)  # [B, S]
+    numbers = up_to[:, -1:] + torch.arange(1 - count, 1, device=kept.device)
+    found = reordered(kept, torch.searchsorted(up_to, numbers))
+    return found * (numbers > 0).view(*numbers.shape, *(1,) * (kept.dim() - 2))
 
 
 class MemoryState:
@@ -144,6 +179,28 @@ def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: st
             f"{engine} lays the tokens of several requests in one row and keeps nothing for the memory {name!r}, which reads the "
             f"tokens before; expected {instead}, a memory that reads one token (moc with routing = 'token'), or a method without it."
         )
+
+
+def starts_in_mask(
+    shown: torch.Tensor, real: torch.Tensor | None, first: int, reaches_back: bool, name: str
+) -> torch.Tensor | None:
+    """Return where documents begin, `[B, T]`, by what tokens see, `[B, T, S]`; refuse rows that are no texts."""
+    # Column `first` is the pass's first token, which sees the last one in the cache if it `reaches_back`.
+    at = torch.arange(shown.shape[1], device=shown.device)
+    latest = at.expand(len(shown), -1) if real is None else torch.where(real, at, -1).cummax(1).values
+    before = F.pad(latest[:, :-1], (1, 0), value=-1)  # the token before each, -1 for none in the pass
+    shown = shown.expand(len(before), -1, -1)
+    follows = shown.gather(2, (first + before).clamp(min=0).unsqueeze(2)).squeeze(2)
+    starts = ((before >= 0) | reaches_back) & ~follows & (True if real is None else real)
+    if not bool(starts.any()):
+        return None
+    sees_any = (shown & (torch.arange(shown.shape[2], device=shown.device) < first + at[:, None])).any(2)
+    if bool((starts & (sees_any | (before < 0))).any()):
+        raise RequestError(
+            f"attention_mask hides from a token the one before it and shows earlier ones, but the memory {name!r} reads the tokens "
+            "before each; expected one text per row. Give each continuation its own row, and padding as token_mask."
+        )
+    return starts
 
 
 def states_in(

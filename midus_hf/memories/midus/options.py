@@ -14,7 +14,7 @@ from midus_hf.memories.registry import register_memory
 
 QueryNorm = Literal["none", "batch", "layer"]
 QUERY_NORM_HELP = (
-    "norm of each head's query: layer over its features, or batch over all tokens of a batch, padding included; in training batch "
+    "norm of each head's query: layer over its features, or batch over all tokens of a batch, without padding; in training batch "
     "lets a token see the statistics of later tokens"
 )
 INNER_RESIDUAL_HELP = "whether the block's input is added to the attention output that the memory reads"

@@ -81,17 +81,17 @@ def padded(
         shrinks: Whether to shrink `room` to the longest segment, which waits for the device. Default: false.
     """
     flat = segment_of_token.flatten()
-    every = torch.arange(len(flat), device=flat.device)
+    every = (flat >= 0).cumsum(0)  # tokens up to each, without padding, which may stand between them
     if shrinks:
         at_once = flat if alike is None else flat.masked_fill(alike.flatten(), -1)
-        longest = int((every - first_tokens[flat.clamp(min=0)]).masked_fill(at_once < 0, 0).max()) + 1
+        longest = int((every - every[first_tokens[flat.clamp(min=0)]]).masked_fill(at_once < 0, 0).max()) + 1
         room = min(room, max(longest, min_together()))  # shorter rows would be read token by token
     if room < min_together():
         return Segments(segment_of_token.clamp(min=0))
     copies, skipped = -(-alike_room // room), 0 if alike is None else 1
     others = torch.arange(skipped, len(first_tokens), device=flat.device)
     numbers = torch.cat([others.new_zeros(copies), others])
-    places = (copies + flat - skipped) * room + every - first_tokens[flat.clamp(min=0)]
+    places = (copies + flat - skipped) * room + every - every[first_tokens[flat.clamp(min=0)]]
     if alike is not None:
         places = torch.where(alike.flatten(), alike.flatten().cumsum(0) - 1, places)
     places = torch.where(flat >= 0, places, len(numbers) * room)
@@ -201,7 +201,7 @@ def pool_chunks(
 
     Args:
         states: `[B, T, D]`, normalised and limited hidden states.
-        places: Padding and documents; a row's tokens that are not padding are consecutive.
+        places: Padding and documents.
         sizes: Of the chunks.
         kept: Tensors that earlier passes of the sequence kept, per row: the `count` of tokens so far, the sum `total` of all these
             tokens except the first, and the sum of the tokens `before` the chunk that the next token belongs to.

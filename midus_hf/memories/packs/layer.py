@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from midus_hf.anatomy.record import iter_recorded_options, record_entry
@@ -64,8 +65,8 @@ class CachedRows:
 class SequenceOpenings:
     """What the sequences of a batch have open, from pass to pass by a state in their cache, if any.
 
-    The state keeps `ids`, `[B, S]`, of all tokens so far (-1 for padding, and for earlier documents); `open`, states after the last
-    tokens; and `spare`, as `without_last` takes it.
+    The state keeps `numbers`, `[B, S]`, ids of all tokens so far from 1 on (0 for padding, and for earlier documents), and their
+    `positions`; `open`, states after the last tokens; and `spare`, as `without_last` takes it.
     """
 
     def __init__(self, glossary: LoadedGlossary, options: PacksOptions, state: MemoryState | None):
@@ -80,7 +81,8 @@ class SequenceOpenings:
         starts = [None] * len(rows) if begins is None else begins.tolist()
         read = [readings_of(*each) for each in zip(rows, tokens.tolist(), positions, starts, strict=True)]
         if self._state is not None:
-            self._keep(rows, tokens, begins, [states[-SPARE_TOKENS - 1 :] for _, states in read])
+            places = torch.tensor(positions).expand(tokens.shape)
+            self._keep(rows, tokens, places, begins, [states[-SPARE_TOKENS - 1 :] for _, states in read])
         return [readings for readings, _ in read]
 
     def _trackers(self, positions: Sequence[Sequence[int]]) -> Sequence[OpeningTracker]:
@@ -91,13 +93,17 @@ class SequenceOpenings:
         if cached:
             return cached
         rows = []
-        for ids, opened, (position, *_) in zip(self._kept["ids"], self._kept["open"], positions, strict=True):
+        for numbers, places, opened in zip(
+            *(self._kept[key] for key in ("numbers", "positions", "open")), strict=True
+        ):
+            places, ids = places[numbers > 0], numbers[numbers > 0] - 1  # padding may stand between tokens
 
-            def earlier(first: int, end: int, ids: torch.Tensor = ids, position: int = position) -> list[int]:
-                return ids[max(len(ids) - position + first, 0) : len(ids) - position + end].tolist()
+            def earlier(first: int, end: int, ids: torch.Tensor = ids, places: torch.Tensor = places) -> list[int]:
+                return ids[(places >= first) & (places < end)].tolist()
 
             row = OpeningTracker(self._glossary, self._options, state_of(opened[-1]), earlier)
-            row.read_before(ids[-self._glossary.lookback_tokens :].tolist(), position)
+            last = slice(max(len(ids) - self._glossary.lookback_tokens, 0), None)
+            row.read_before(ids[last].tolist(), places[last].tolist())
             rows.append(row)
         return rows
 
@@ -105,24 +111,27 @@ class SequenceOpenings:
         self,
         rows: Sequence[OpeningTracker],
         tokens: torch.Tensor,
+        positions: torch.Tensor,
         begins: torch.Tensor | None,
         states: Sequence[Sequence[RowState]],
     ) -> None:
         assert self._state is not None
         batch, num_tokens = tokens.shape
-        if begins is not None:  # only of the last document
-            document = begins.long().cumsum(1)
-            tokens = torch.where(document == document[:, -1:], tokens, _NO_TOKEN)
         opened = states_tensor(states, self._options)
         before = self._kept or {
-            "ids": tokens.new_full((batch, self._glossary.lookback_tokens + SPARE_TOKENS), _NO_TOKEN),
+            **dict.fromkeys(("numbers", "positions"), tokens.new_zeros(batch, 0)),
             "open": opened.new_zeros(batch, SPARE_TOKENS + 1, *state_shape(self._options)),
             "spare": tokens.new_full((batch,), SPARE_TOKENS),
         }
+        numbers = torch.cat([before["numbers"], tokens - _NO_TOKEN], 1)
+        if begins is not None:  # only of the last document
+            document = F.pad(begins.long().cumsum(1), (before["numbers"].shape[1], 0))
+            numbers = numbers * (document == document[:, -1:])
         self._state.shared["rows"] = CachedRows(rows, self._state.changes)
         self._state.keep(
             {
-                "ids": torch.cat([before["ids"], tokens], 1),
+                "numbers": numbers,
+                "positions": torch.cat([before["positions"], positions], 1),
                 "open": torch.cat([before["open"], opened], 1)[:, -SPARE_TOKENS - 1 :],
                 "spare": (before["spare"] + num_tokens).clamp(max=SPARE_TOKENS),
             }

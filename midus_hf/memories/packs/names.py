@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import regex
 
 from midus_hf.config.errors import RequestError
+from midus_hf.sources.characters import is_invisible
 
 # Names with at most this many characters keep their case: "He" is not "he".
 _KEEPS_CASE = 3
@@ -47,7 +48,7 @@ class Character(NamedTuple):
 
 @functools.cache
 def characters_of(character: str) -> tuple[Character, ...]:
-    """Return the compatibility decomposition of a character, without format characters."""
+    """Return the compatibility decomposition of a character, without what nobody sees."""
     read: list[Character] = []
     # The compatibility decomposition makes single letters of Hangul vowels of a syllable.
     canonical = unicodedata.normalize("NFD", character)
@@ -55,7 +56,7 @@ def characters_of(character: str) -> tuple[Character, ...]:
         kind = unicodedata.category(plain)
         if plain.isspace():
             read.append(Character(" ", " ", False, False))
-        elif kind != "Cf":
+        elif not is_invisible(plain):
             is_word = kind[0] in "LNM" or plain == "_"
             joins = regex.match(_WITHOUT_SPACES, plain) is not None
             is_mark = kind[0] == "M" or (plain in canonical and regex.match(_ENDS_SYLLABLE, plain) is not None)
@@ -236,7 +237,7 @@ class NameScan:
         self._before: tuple[int, Character] | None = None
 
     def read(self, piece: bytes | None) -> TokenNames:
-        """Return the names at the next token from its bytes; None ends all names, as padding does."""
+        """Return the names at the next token from its bytes; None, as of a special token, ends all names."""
         self._token += 1
         if piece is None:
             self._forget()

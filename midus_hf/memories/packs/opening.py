@@ -314,7 +314,7 @@ class OpeningTracker:
     def _begin(self, before: RowState, earlier: TokensAt | None) -> None:
         self.scan, self._turns = NameScan(self.glossary.index), TurnScan(self.glossary.chat_marks, before.turn)
         self._openings, self._turn_begins, self._earlier = [*before.openings], before.begins, earlier
-        # Position (-1 for padding) and id of each token that the scan has read, and the number of characters before it.
+        # Position and id of each token that the scan has read, and the number of characters before it.
         self._tokens: list[tuple[int, int, int]] = []
         # Numbers of the last special token, and of the last one with a letter or digit of its line.
         self._special = self._written = -_LINE_LOOKBACK
@@ -324,11 +324,11 @@ class OpeningTracker:
         """The state after the latest token."""
         return RowState(tuple(self._openings), self._turns.turn, self._turn_begins)
 
-    def read_before(self, tokens: Sequence[int], position: int) -> None:
-        """Read tokens before the one at a position, whose openings and turn are known."""
+    def read_before(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Read tokens before the first one, at their positions, after which openings and turn are known."""
         turn, spelling = self._turns.turn, self.glossary.spelling
-        for before, token in zip(range(len(tokens), 0, -1), tokens, strict=True):
-            self._tokens.append((position - before if token >= 0 else -1, token, self.scan.count))
+        for token, position in zip(tokens, positions, strict=True):
+            self._tokens.append((position, token, self.scan.count))
             self._turns.read(spelling.written(token))
             self.scan.read(spelling.piece(token))
             self._end_line(token)
@@ -338,7 +338,7 @@ class OpeningTracker:
         """Return where the last letter or digit of a line that ends here is; None if none ends."""
         piece, number = self.glossary.spelling.piece(token), len(self._tokens) - 1
         if piece is None:
-            self._special = number if token >= 0 else self._special
+            self._special = number
             return None
         line, _, rest = piece.decode("utf-8", "replace").partition("\n")
         if any(map(str.isalnum, line)):
@@ -350,8 +350,10 @@ class OpeningTracker:
         return None if is_far or written < 0 else self._tokens[written][0]
 
     def read(self, token: int, position: int) -> bool:
-        """Read the next token; return whether openings or the turn changed."""
-        self._tokens.append((position if token >= 0 else -1, token, self.scan.count))
+        """Read the next token, nothing if it is padding (-1); return whether openings or the turn changed."""
+        if token < 0:
+            return False
+        self._tokens.append((position, token, self.scan.count))
         has_turned = self._turns.read(self.glossary.spelling.written(token))
         if has_turned:
             self._turn_begins = position + 1

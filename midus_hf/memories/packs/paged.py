@@ -1,5 +1,6 @@
 """Packs in vLLM: what requests have open, by slots of its cache, and attention to packs and the cache."""
 
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,8 +53,8 @@ class Group(NamedTuple):
     lengths: torch.Tensor  # `[N]`, tokens of each request up to the last of the pass
 
 
-# The services by the name of the memory, for an operation that compilers do not look into.
-_SERVICES: dict[str, "PagedPacksService"] = {}
+# The services of all models, for an operation that compilers do not look into: vLLM tells it the attention of its own model.
+_SERVICES: "weakref.WeakSet[PagedPacksService]" = weakref.WeakSet()
 
 
 class PagedPacksService(PacksService):
@@ -95,7 +96,7 @@ class PagedPacksService(PacksService):
             serve_heads(model.layers[layer].mixer_part)
         self.heads: dict[str, CachedHeads] = {}
         self.kept = KeptPacks()
-        _SERVICES[self.name] = self  # here, since what a traced pass writes is not there when the graph runs
+        _SERVICES.add(self)  # here, since what a traced pass writes is not there when the graph runs
 
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Any:
         """Return the packs that tokens read, by the name of the memory."""
@@ -104,6 +105,11 @@ class PagedPacksService(PacksService):
         ids = arguments_of_pass({"input_ids"}, arguments, own)["input_ids"]
         first = first_attention(model, self.name)
         return {self.name: OpenedPass(find_open_packs(ids[0], first.layer_name, self.name), self.name)}
+
+    def serves(self, attention: Any) -> bool:
+        """Return whether an attention of vLLM is that of a layer of the service's model."""
+        parts = (getattr(layer, "mixer_part", None) for layer in self.model.layers)
+        return any(getattr(part, "attn", None) is attention for part in parts)
 
     @torch.no_grad()
     def groups(self, ids: torch.Tensor, layer: str) -> list[Group]:
@@ -172,7 +178,8 @@ class PagedPacksService(PacksService):
 
             state = states[last] if last in states else state_of(open_before[at])
             names = OpeningTracker(glossary, options, state, earlier)
-            names.read_before(ids_before[at], positions[span.start])
+            there = range(max(positions[span.start] - glossary.lookback_tokens, 0), positions[span.start])
+            names.read_before(ids_before[at][glossary.lookback_tokens - len(there) :], there)
             rows[request], after = readings_of(names, tokens[span], positions[span], None)
             states |= zip(own[span], after, strict=True)
             coming -= {*own[span]}
@@ -236,7 +243,9 @@ class PagedPacksMemory(PacksMemory):
 @torch.library.custom_op("midus::find_open_packs", mutates_args=())
 def find_open_packs(ids: torch.Tensor, layer: str, name: str) -> torch.Tensor:
     """Find the packs that the tokens `[T]` of a pass read, and leave them in its context."""
-    pass_storage()[f"midus.{name}"] = _SERVICES[name].groups(ids, layer)
+    attention, _ = slots_of_pass(layer)
+    service = next(each for each in _SERVICES if each.serves(attention))
+    pass_storage()[f"midus.{name}"] = service, service.groups(ids, layer)
     return ids.new_zeros(1)
 
 
@@ -250,7 +259,7 @@ def attend_again(
     output: torch.Tensor, query: torch.Tensor, opened: torch.Tensor, layer: str, name: str, index: int
 ) -> None:
     """Overwrite rows of tokens that read packs in attention's output `[T, H d]`, from queries `[H, T, d]`."""
-    groups, service = pass_storage()[f"midus.{name}"], _SERVICES[name]
+    service, groups = pass_storage()[f"midus.{name}"]
     for group in groups:
         for part in group.opened.parts:
             tokens = range(group.tokens.shape[1])[part.tokens]
