@@ -36,7 +36,7 @@ from benchmarks.measuring import (
     tell,
     timed,
 )
-from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.module import MemoryModule, tensor_names
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.methods.contract import get_method
 from upscalers.plan import Base, Plan
@@ -115,7 +115,7 @@ def build(variant: Variant, dtype: str, device: str) -> PreTrainedModel:
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, MemoryModule):
-                for name in module.names_of("value"):
+                for name in tensor_names(module, "value"):
                     getattr(module, name).normal_(0.0, 0.02)
     return model
 

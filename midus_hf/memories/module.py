@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes
+from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes, Role
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.options import MemoryOptions
 from midus_hf.memories.registry import layer_class
@@ -61,6 +61,11 @@ class DeclaredModule(nn.Module):
             if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
                 with torch.no_grad():
                     self.declared[name].initial.fill(tensor)
+
+
+def tensor_names(module: DeclaredModule, *roles: Role) -> list[str]:
+    """Return the names of a module's tensors that have one of the roles."""
+    return [name for name, tensor in module.declared.items() if tensor.role in roles]
 
 
 class MemoryTables(DeclaredModule):

@@ -14,7 +14,7 @@ from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.config.declared_tensors import Role, TrainedRole
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hierarchical.training import BLOCKS_GROUP
-from midus_hf.memories.module import DeclaredModule
+from midus_hf.memories.module import DeclaredModule, tensor_names
 from midus_hf.models.view import ModelView, has_adapters
 from midus_hf.training.arguments import Trainable
 from midus_hf.training.keys import Rates
@@ -163,13 +163,8 @@ def set_trainable(
 
 def _tensors_of(modules: Iterable[nn.Module], roles: Sequence[Any]) -> list[nn.Parameter]:
     memories = [each for module in modules for each in module.modules() if isinstance(each, DeclaredModule)]
-    parameters = [(memory.declared, dict(memory.named_parameters())) for memory in memories]
-    return [
-        by_name[name]
-        for declared, by_name in parameters
-        for name, tensor in declared.items()
-        if tensor.role in roles and name in by_name
-    ]
+    parameters = [(tensor_names(memory, *roles), dict(memory.named_parameters())) for memory in memories]
+    return [by_name[name] for names, by_name in parameters for name in names if name in by_name]
 
 
 def num_trained(module: nn.Module) -> int:

@@ -21,7 +21,7 @@ from benchmarks.ops import OPS, SHAPES, TOLERANCES, body_of, largest_error, make
 from benchmarks.upscale import REFUSED, planned_requests
 from midus_hf.cli.edit import main as edit
 from midus_hf.cli.upscale import main
-from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.module import MemoryModule, tensor_names
 
 
 def read_rows(path):
@@ -148,7 +148,7 @@ def test_step_trains_only_what_is_new(method, tiny_base):
     model = build(variant, "float32", "cpu")
     memories = [module for module in model.modules() if isinstance(module, MemoryModule)]
     assert memories
-    assert all(getattr(memory, name).any() for memory in memories for name in memory.names_of("value"))
+    assert all(getattr(memory, name).any() for memory in memories for name in tensor_names(memory, "value"))
     new = {id(parameter) for parameter in new_parameters(model, variant)}
     assert {id(parameter) for parameter in set_trained(model, variant)} == new
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -6,7 +6,7 @@ from memory.building import RETRIEVING, retrieving
 from memory.chapter_layers import layer as chapter_layer
 
 from midus_hf.config.declared_tensors import ModelSizes
-from midus_hf.memories.module import build_memory, random_directions
+from midus_hf.memories.module import build_memory, random_directions, tensor_names
 from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
 
 TOKENS = 4000
@@ -38,7 +38,7 @@ def slots_read(memory_type, addressing):
         keys = [key[0, 0].transpose(0, 1) for key in (memory.row_keys, memory.column_keys)]
     else:
         memory = build(memory_type, addressing=addressing)
-        keys = [memory.get_parameter(name) for name in memory.names_of("key")]
+        keys = [memory.get_parameter(name) for name in tensor_names(memory, "key")]
     with torch.no_grad():
         for key in keys:
             key.copy_(torch.eye(max(key.shape[1:]))[: key.shape[1], : key.shape[2]].expand_as(key))

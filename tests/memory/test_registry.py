@@ -10,7 +10,7 @@ from midus_hf.memories.hierarchical.options import HierarchicalOptions
 from midus_hf.memories.hosting.sites import BehindLayer
 from midus_hf.memories.midus.layer import MidusHmlMemory
 from midus_hf.memories.midus.options import MidusHmlOptions
-from midus_hf.memories.module import MemoryModule, build_memory
+from midus_hf.memories.module import MemoryModule, build_memory, tensor_names
 from midus_hf.memories.options import MemoryOptions, SharedTables
 from midus_hf.memories.registry import MEMORY_TYPES, layer_class, register_layer
 
@@ -23,7 +23,7 @@ def test_every_layer_has_its_declared_tensors():
         memory = build_memory(options, SIZES, 1, 3)
         declared = {tensor: value.shape for tensor, value in options.tensors(SIZES).items()}
         assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared
-        assert set(memory.names_of("buffer")) == {tensor for tensor, _ in memory.named_buffers()}
+        assert set(tensor_names(memory, "buffer")) == {tensor for tensor, _ in memory.named_buffers()}
         shared = [tensor for tables in options.tables(SIZES, (0, 1)) for tensor in tables.tensors.values()]
         blocks = options.fetched(SIZES) if isinstance(options, HierarchicalOptions) else None
         fetched = [tensor for tensors in blocks.levels for tensor in tensors.values()] if blocks else []

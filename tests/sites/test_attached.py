@@ -14,7 +14,7 @@ from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.memories.hosting.parts import CarriedKey, MemoryInputs
 from midus_hf.memories.hosting.service import Tables
 from midus_hf.memories.midus.layer import MidusHmlMemory
-from midus_hf.memories.module import DeclaredModule
+from midus_hf.memories.module import DeclaredModule, tensor_names
 from midus_hf.memories.ultramem_v2.layer import UltraMemV2Memory
 from midus_hf.training.adapters import lora_config
 from midus_hf.training.keys import Rates
@@ -234,7 +234,9 @@ def test_memory_inputs_move_to_another_device():
 
 def test_linear_layers_may_be_declared_as_values():
     module = DeclaredModule({"map.weight": DeclaredTensor((2, 3), "value", ZEROS)})
-    assert module.declared_tensor("map.weight") is module.map.weight and module.names_of("value") == ["map.weight"]
+    assert module.declared_tensor("map.weight") is module.map.weight and tensor_names(module, "value") == [
+        "map.weight"
+    ]
 
 
 def test_embeddings_need_the_ids_beside_them(tmp_path):

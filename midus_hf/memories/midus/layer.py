@@ -99,7 +99,7 @@ class RetrievalMemory(MemoryModule):
             mean = torch.where(is_real, flat, 0).sum(0) / tokens.clamp(min=1)
             variance = torch.where(is_real, flat - mean, 0).square().sum(0) / tokens.clamp(min=1)
             unbiased = variance.detach() * (tokens / (tokens - 1).clamp(min=1))
-            momentum = (momentum * is_real.any()).to(self.query_mean.dtype)  # a batch of padding teaches nothing
+            momentum = is_real.any().to(self.query_mean.dtype) * momentum  # a batch of padding teaches nothing
         if track and not is_in_backward():
             with torch.no_grad():
                 self.query_mean.lerp_(mean.to(self.query_mean.dtype), momentum)
