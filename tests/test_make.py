@@ -84,6 +84,11 @@ def test_make_test_all_ends_with_a_lot(make):
     assert "LOT is 'avx3'; expected avx2, sse41, two-threads or seed-NUMBER." in report
 
 
+def test_make_test_hub_runs_all_of_the_day(make):
+    status, _, (ran,) = make("test-hub")
+    assert status == 0 and ran.endswith(" --product tests/hub")
+
+
 def test_newer_release_runs_what_depends_on_it(make, tmp_path):
     failures = tmp_path / "failures"
     words = ("test-newest-release", f"FAILURES={failures}")

@@ -29,6 +29,7 @@ from midus_hf.files.checkpoint_files import (
 from midus_hf.files.outputs import DiskWriteError, atomic_write, convert_disk_errors, exclusive
 from midus_hf.files.secrets import for_record
 from midus_hf.models.view import has_adapters
+from midus_hf.sources.downloads import connection_errors
 from midus_hf.training.checkpoints import resume_hint, resumed_checkpoint
 from midus_hf.training.optim import restore_dtypes, whole_numel
 
@@ -225,7 +226,7 @@ def upload_model(repository: str, output: Path, token: str | None) -> None:
     options: dict[str, Any] = {"token": token, "ignore_patterns": ["checkpoint-*", ".*"]}
     try:
         upload_folder(repo_id=repository, folder_path=output, **options)
-    except (HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, OSError, *connection_errors()) as error:
         raise PartialSaveError(
             f"the trained model is in {output}, and could not be uploaded: {first_line(error)}. Upload it by: "
             f"hf upload {repository} {output}"
