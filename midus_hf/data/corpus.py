@@ -312,7 +312,10 @@ def convert_read_errors(beginning: str, remedy: str = "", fetched: str | None = 
     try:
         yield
     except Exception as error:
-        if (broken := as_download_error(error, fetched)) is not None:
+        broken = as_download_error(error, fetched)
+        if broken is error:
+            raise
+        if broken is not None:
             raise broken from error
         cause, reason = _cause(error)
         if isinstance(cause, UnicodeDecodeError):

@@ -55,8 +55,8 @@ def as_download_error(error: BaseException, name: str | None = None) -> Download
     """
     link: BaseException | None = error
     while link is not None:
-        if isinstance(link, DownloadError):
-            return link
+        if isinstance(link, DownloadError):  # which is not raised from its own consequence
+            return link if link is error else DownloadError(link.facts)
         if isinstance(link, connection_errors()):
             what = name or _fetched(link)
             reason = f"{type(link).__name__}: {first_line(link).removesuffix('.')}"
@@ -85,11 +85,12 @@ def fetching(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _noting_silence(name: str) -> Iterator[None]:
     """Print a line if a request of huggingface_hub's client is not answered for a minute in the context."""
-    if not _watched.acquire(blocking=False):
-        yield
-        return
+    from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
+    if constants.HF_HUB_OFFLINE or not _watched.acquire(blocking=False):
+        yield
+        return
     hooks = get_session().event_hooks
     waiting = dict[int, tuple[str, float]]()  # by thread: the address that it asked, and since when
     has_ended = threading.Event()

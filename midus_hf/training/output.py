@@ -224,9 +224,10 @@ def save_model(
 def upload_model(repository: str, output: Path, token: str | None) -> None:
     """Upload the trained model, without its checkpoints, to a repository of the Hub."""
     options: dict[str, Any] = {"token": token, "ignore_patterns": ["checkpoint-*", ".*"]}
+    failures: tuple[type[Exception], ...] = (HfHubHTTPError, OSError, *connection_errors())
     try:
         upload_folder(repo_id=repository, folder_path=output, **options)
-    except (HfHubHTTPError, OSError, *connection_errors()) as error:
+    except failures as error:
         raise PartialSaveError(
             f"the trained model is in {output}, and could not be uploaded: {first_line(error)}. Upload it by: "
             f"hf upload {repository} {output}"

@@ -175,7 +175,8 @@ def run_training(
             except (ValueError, DownloadError) as error:
                 if trainer.state.max_steps == 0:  # the checkpoint is not one of this run
                     raise
-                step, reason = trainer.state.global_step + 1, getattr(error, "facts", str(error)).rstrip(".")
+                step = trainer.state.global_step + 1
+                reason = error.facts if isinstance(error, DownloadError) else str(error).rstrip(".")
                 raise TrainingError(f"step {step:,} failed: {reason}. To continue, {resume_hint(output)}.") from error
             if stop.signal_number:
                 step = trainer.state.global_step

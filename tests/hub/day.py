@@ -25,7 +25,7 @@ GLOSSARY = [
 TEXTS = [{"text": f"The heron eats fish number {number} in the sea. " * 4} for number in range(40)]
 CHATS = [{"messages": chat(number)} for number in range(8)]
 # What a command is told of the Hub is not what this process was told.
-_INHERITED_NOT = (
+_NOT_INHERITED = (
     "HF_",
     "TRANSFORMERS_",
     "HTTP_PROXY",
@@ -103,7 +103,7 @@ class Day:
             told["HF_TOKEN"] = TOKEN
         told |= {name: value for name, value in settings.items() if name.isupper()}
         others = {name: value for name, value in settings.items() if not name.isupper()}
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED_NOT)}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         line = [sys.executable, "-c", *map(str, words)]
         return subprocess.Popen(line, cwd=self.folder, env=inherited | told, **streams, **others)
