@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from hub.day import Day
 from hub.loopback import LoopbackHub
+from hub.repositories import Fault
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,8 @@ def day(loopback, tmp_path_factory) -> Day:
     return Day(tmp_path_factory.mktemp("day"), loopback)
 
 
-@pytest.fixture(autouse=True)
-def no_fault(loopback) -> Iterator[None]:
-    yield
-    loopback.faults = []
+@pytest.fixture
+def faults(loopback) -> Iterator[list[Fault]]:
+    """Faults of the Hub during a test, to which it adds."""
+    yield loopback.faults
+    loopback.faults.clear()

@@ -38,7 +38,17 @@ ERRORS = [
 WORDS = {
     "upscale": ("--base", "org/base", "--method", "llama-pro", "--output", "out"),
     "midus ask": ("org/base", "What?", "--max-new-tokens", "1"),
-    "midus train": ("corpus.txt", "--model", "org/base", "--output", "out", "--max_steps", "1"),
+    "midus train": (
+        "corpus.txt",
+        "--model",
+        "org/base",
+        "--output",
+        "out",
+        "--trainable",
+        "all",
+        "--sequence_length",
+        "32",
+    ),
 }
 
 

@@ -72,7 +72,7 @@ TRAINED = {
     "pushed model": Case(training("texts.jsonl", "--model", "me/hml", *TWO_STEPS)),
     "sft": Case((
         "midus", "sft", "org/chats", "--model", BASE, "--trainable", "all", "--chat_template_path", "chatml",
-        "--max_steps", 2, "--report_to", "none", "--bf16", "false",
+        "--max_length", 96, "--max_steps", 2, "--report_to", "none", "--bf16", "false",
     )),
 }  # fmt: skip
 READ = {
@@ -137,8 +137,8 @@ def test_packs_of_a_private_base_are_pushed_and_load(day, pushed):
     assert from_the_hub == from_the_folder
 
 
-def test_cut_connection_is_a_sentence(day):
-    day.hub.faults = [Fault("/large/", cut_after=1000)]
+def test_cut_connection_is_a_sentence(day, faults):
+    faults.append(Fault("/large/", cut_after=1000))
     done = day.run(*upscaling(BASE), "--output", day.folder / "cut")
     last = done.err.splitlines()[-1]
     assert (done.status, last.startswith(f"upscale: the connection broke while {BASE} was being fetched (")) == (
@@ -220,6 +220,6 @@ def test_comparison_of_a_base_of_the_hub(day, tmp_path):
 
 @product
 @pytest.mark.parametrize("status", [503, 429])
-def test_busy_hub_is_asked_again(status, ends, day):
-    day.hub.faults = [Fault("safetensors", status=status, times=2)]
+def test_busy_hub_is_asked_again(status, ends, faults):
+    faults.append(Fault("safetensors", status=status, times=2))
     ends(Case(upscaling(BASE)))
