@@ -84,7 +84,7 @@ READ = {
     ),
     "flops": Case(("midus", "flops", "me/hml")),
     "glossary": Case(("midus", "look", "glossary", "me/packs"), says=("Kestrel gateway",)),
-    "touched": Case(("midus", "look", "touched", "me/packs", "--text", "glossary.jsonl"), says=("Kestrel gateway",)),
+    "touched": Case(("midus", "look", "touched", "me/packs", "--text", "glossary.jsonl"), says=("packs",)),
     "list": Case(("midus", "edit", "list", "me/packs"), says=("Merlin cache",)),
     "delete": Case(("midus", "edit", "delete", "me/packs", "--name", "Merlin cache", "--output")),
     "delete there": Case(
@@ -137,16 +137,23 @@ def test_packs_of_a_private_base_are_pushed_and_load(day, pushed):
     assert from_the_hub == from_the_folder
 
 
-def test_cut_connection_is_a_sentence(day, faults):
-    faults.append(Fault("/large/", cut_after=1000))
-    done = day.run(*upscaling(BASE), "--output", day.folder / "cut")
+CUT = [
+    (upscaling(BASE), BASE, "/large/"),
+    pytest.param(("midus", "ask", BASE, "What?"), BASE, "/large/", marks=product),
+    pytest.param(training("texts.jsonl", "--model", BASE, *ALL), BASE, "/large/", marks=product),
+    pytest.param(training("org/texts", "--model", BASE, *ALL), "org/texts", "/train.jsonl", marks=product),
+]
+
+
+@pytest.mark.parametrize(("words", "fetched", "part"), CUT)
+def test_cut_connection_is_a_sentence(words, fetched, part, day, faults, tmp_path):
+    faults.append(Fault(part, cut_after=1000, method="GET"))
+    done = day.run(*words, *(() if words[1] == "ask" else ("--output", tmp_path / "out")))
+    command = " ".join(words[:2]) if words[0] == "midus" else "upscale"
     last = done.err.splitlines()[-1]
-    assert (done.status, last.startswith(f"upscale: the connection broke while {BASE} was being fetched (")) == (
-        1,
-        True,
-    )
+    assert done.status == 1 and last.startswith(f"{command}: the connection broke while {fetched} was being fetched (")
     assert last.endswith("Files that have come whole are kept: run the command again to fetch the rest.")
-    assert "Traceback" not in done.err and 'File "' not in done.err and not [*day.folder.glob("*cut*")]
+    assert "Traceback" not in done.err and 'File "' not in done.err and not [*tmp_path.iterdir()]
 
 
 @product
