@@ -28,7 +28,7 @@ OLDEST_TESTS = tests/models tests/ops/kernels $(patsubst %,tests/ops/test_%.py,l
 	-k 'not test_offline_compilation and not inductor and not hosted_type_is_proven and not wrong_wiring'
 IN_BOTH = tests/models tests/memory $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-peer test-real test-deepspeed test-vllm test-gguf release-check clean
+.PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-hub test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-peer test-real test-deepspeed test-vllm test-gguf release-check clean
 
 # An environment of its own, half the size, unless there is the one of the tests.
 DEMO = $(if $(wildcard $(VENV)/installed),$(VENV),$(VENV)-demo)
@@ -85,6 +85,10 @@ test-newest-release: $(VENV)/installed
 # Every family with every other parameter of a test, where test-newest takes pairs; and with the oldest versions, pairs.
 test-product: $(VENV)/installed material
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) --product
+
+# A day on a Hub of this machine: each command in a process of its own with an empty cache. test-product runs it too.
+test-hub: $(VENV)/installed
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) --product tests/hub
 
 test-oldest-pairs: $(OLDEST)/installed
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_FILES)

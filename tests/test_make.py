@@ -91,6 +91,11 @@ def test_make_test_all_ends_with_a_lot(make):
     assert "LOT is 'avx3'; expected avx2, sse41, two-threads or seed-NUMBER." in report
 
 
+def test_make_test_hub_runs_all_of_the_day(make):
+    status, _, (ran,) = make("test-hub")
+    assert status == 0 and ran.endswith(" --product tests/hub")
+
+
 PINNED = {name: CONSTRAINTS[name] for name in ("torch", "transformers")}
 NEWER = {"torch": "2.99.1", "transformers": "5.99.0"}
 

@@ -32,6 +32,7 @@ from midus_hf.config.errors import RequestError, install_extra, is_main_process,
 from midus_hf.config.plugins import plugin_packages
 from midus_hf.files.outputs import as_disk_error
 from midus_hf.files.secrets import without_secrets
+from midus_hf.sources.downloads import as_download_error
 from midus_hf.sources.names import check_model_name
 from midus_hf.version import __version__
 
@@ -128,7 +129,7 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
                 message = error.format_message()
                 stop = "" if message.endswith((".", "?")) else "."
                 status, line = WRONG_REQUEST, f"{message}{stop} See '{path} --help'."
-            elif (told := as_disk_error(error)) is not None:
+            elif (told := as_disk_error(error) or as_download_error(error)) is not None:
                 status, line = FAILED, str(told)
             elif isinstance(error, RequestError):
                 status, line = WRONG_REQUEST, str(error)

@@ -26,6 +26,7 @@ from midus_hf.cli.command_line import (
 )
 from midus_hf.config.errors import RequestError, as_request_error, format_count
 from midus_hf.look.page import DRAWN_SUFFIXES, FILE_SUFFIXES, Answer
+from midus_hf.sources.downloads import fetching
 from midus_hf.sources.names import check_dtype, check_sources
 
 if TYPE_CHECKING:
@@ -195,7 +196,10 @@ class Model:
         from huggingface_hub import snapshot_download
 
         path = Path(self.name).expanduser()
-        return path if path.is_dir() else Path(snapshot_download(self.name))
+        if path.is_dir():
+            return path
+        with fetching(self.name):
+            return Path(snapshot_download(self.name))
 
 
 @dataclasses.dataclass

@@ -20,6 +20,7 @@ from midus_hf.cli.command_line import (
 )
 from midus_hf.config.errors import RequestError, first_line, is_first_to, is_main_process, print_note, shared_store
 from midus_hf.files.outputs import as_disk_error
+from midus_hf.sources.downloads import DownloadError, as_download_error
 
 # For a command that passes its flags on to the parser of its keys.
 WITH_FLAGS: dict[str, Any] = {"add_help_option": False, "context_settings": {"ignore_unknown_options": True}}
@@ -110,9 +111,9 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
     except RequestError as error:
         return _ending(WRONG_REQUEST, str(error))
     except Exception as error:
-        if isinstance(error.__cause__, RequestError):  # a step read what cannot be trained on
+        if isinstance(error.__cause__, RequestError | DownloadError):  # of what a step read
             return _ending(FAILED, str(error))
-        if (told := as_disk_error(error)) is not None:
+        if (told := as_disk_error(error) or as_download_error(error)) is not None:
             return _ending(FAILED, str(told))
         if shared_store() is not None and not is_first_to("failure"):
             return _ending(FAILED, "another process of the run failed, and says why on its machine")

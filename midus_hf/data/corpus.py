@@ -16,6 +16,7 @@ import numpy as np
 
 from midus_hf.config.errors import RequestError, first_few, first_line, no_column, print_note, save_as_utf8
 from midus_hf.files.checkpoint_files import is_lfs_pointer
+from midus_hf.sources.downloads import as_download_error, fetching
 from midus_hf.sources.names import check_hub_id
 from midus_hf.sources.progress import limit_bars
 
@@ -276,7 +277,7 @@ def _with_file_names(key: str, generate: Callable[..., Iterator[Any]]) -> Callab
         names = shard.get("base_files") or shard.get("files") or [None]
         file = None if names[0] is None else str(names[0]).rpartition("::")[2]
         remedy = "" if file is None or "://" in file else ". Repair the file, or remove it."
-        with convert_read_errors(key if file is None else f"{key} has the file {file!r}", remedy):
+        with convert_read_errors(key if file is None else f"{key} has the file {file!r}", remedy, file or key):
             for place, table in generate(**shard):
                 column = pyarrow.nulls(len(table)) if file is None else pyarrow.repeat(file, len(table))
                 yield place, table.append_column(STREAMED_FILE_COLUMN, column.cast(pyarrow.string()))
@@ -305,11 +306,19 @@ def stream_files(rows: "IterableDataset") -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def convert_read_errors(beginning: str, remedy: str = "") -> Iterator[None]:
-    """Turn errors of `datasets` in the context into a one-line `RequestError` with beginning and end."""
+def convert_read_errors(beginning: str, remedy: str = "", fetched: str | None = None) -> Iterator[None]:
+    """Turn errors of `datasets` in the context into a one-line `RequestError` with beginning and end.
+
+    Where a connection broke it is a `DownloadError`, in which `fetched` names the source.
+    """
     try:
         yield
     except Exception as error:
+        broken = as_download_error(error, fetched)
+        if broken is error:
+            raise
+        if broken is not None:
+            raise broken from error
         cause, reason = _cause(error)
         if isinstance(cause, UnicodeDecodeError):
             remedy = save_as_utf8(cause)
@@ -327,7 +336,7 @@ def _read_declared(
     is_folder, subject = path.exists(), f"{key} is {source!r}"
     if not is_folder and not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
         check_hub_id(key, source, "dataset")  # without an answer, `datasets` retries for half a minute
-    with convert_read_errors(subject):
+    with convert_read_errors(subject), fetching(source):
         declared = datasets.load_dataset_builder(str(path.resolve()) if is_folder else source, name)
         files, text = declared.config.data_files, None
         splits = {each: [Path(file).resolve() for file in files[each]] for each in files} if is_folder else {}
@@ -336,7 +345,7 @@ def _read_declared(
         refuse_pointers(key, read)
         _note_unread_files(key, path, _files_of(key, path), read)
         files, text = _data_files(splits), _READER_OPTIONS["text"]
-    with convert_read_errors(subject):
+    with convert_read_errors(subject), fetching(source):
         builder = with_own_reader(declared, files, text if columns is None else text or {})
         if columns is not None:
             return _streamed_rows(builder, key, split, columns)

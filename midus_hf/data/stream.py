@@ -18,6 +18,7 @@ from midus_hf.config.errors import RequestError, first_few, no_column, print_not
 from midus_hf.data.corpus import STREAMED_FILE_COLUMN, TREE_COLUMN, DocumentPaths, convert_read_errors, stream_files
 from midus_hf.data.held_out import belongs_to_share
 from midus_hf.data.packing import DROPPED_SHARE, Packer, beginning_within, tokenise, too_few_tokens
+from midus_hf.sources.downloads import DownloadError, fetching
 
 if TYPE_CHECKING:
     import datasets
@@ -244,8 +245,9 @@ class StreamedSequences(IterableDataset):
     def _next_batch(self, before: int) -> dict[str, list[Any]] | None:
         """Return a pass's next rows, after `before` others, texts in the text column; None at its end."""
         try:
-            batch = next(self._batches, None)
-        except RequestError:  # which names the file
+            with fetching(self._label):
+                batch = next(self._batches, None)
+        except (RequestError, DownloadError):  # which name the file
             raise
         except Exception:
             with convert_read_errors(f"{self._label}, after {before:,} texts, has something"):

@@ -17,6 +17,7 @@ from transformers import (
 
 from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.files.checkpoint_files import ADAPTERS, BANKS_FOLDER, CONFIG, GLOSSARY_FILE, WEIGHTS, refuse_lfs_pointers
+from midus_hf.sources.downloads import fetching
 from midus_hf.sources.names import check_dtype, usable_device
 from midus_hf.sources.progress import limit_bars
 from midus_hf.sources.tokenizers import load_tokenizer, without_suffix_tokens
@@ -28,12 +29,13 @@ def load_model(
     """Load a language model, and return it with the sorted names of the tensors that its checkpoint lacks."""
     refuse_lfs_pointers(Path(name), CONFIG, WEIGHTS, ADAPTERS, (GLOSSARY_FILE, f"{BANKS_FOLDER}/*/*"))
     file_options = {key: options[key] for key in _DOWNLOAD_OPTIONS if key in options}
-    config = options.get("config") or AutoConfig.from_pretrained(
-        name, trust_remote_code=trust_remote_code, **file_options
-    )
-    loaded: Any = auto_class_of(config).from_pretrained(
-        name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **options
-    )
+    with fetching(name):
+        config = options.get("config") or AutoConfig.from_pretrained(
+            name, trust_remote_code=trust_remote_code, **file_options
+        )
+        loaded: Any = auto_class_of(config).from_pretrained(
+            name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **options
+        )
     model, loading = loaded
     return model, sorted(loading["missing_keys"])
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from midus_hf.config.errors import RequestError, first_line, save_as_utf8
 from midus_hf.files.checkpoint_files import read_json
+from midus_hf.sources.downloads import fetching
 
 _EXPECTED_SOURCES = {
     "config_name": "a file, a folder or a Hub id",
@@ -117,7 +118,8 @@ def check_hub_id(key: str, name: str, kind: str = "model") -> None:
     absent = f"{key} is {name!r}, which is no {noun} here"
     try:
         if not isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
-            snapshot_download(name, allow_patterns=[file], repo_type=kind)
+            with fetching(name):
+                snapshot_download(name, allow_patterns=[file], repo_type=kind)
     except GatedRepoError:
         reason = "is gated: accept its terms on the Hub, and log in with 'hf auth login'"
         raise RequestError(f"{key} is {name!r}, which {reason}.") from None

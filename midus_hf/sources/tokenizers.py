@@ -10,12 +10,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import TOKENIZER, refuse_lfs_pointers
+from midus_hf.sources.downloads import fetching
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer saved with a model; errors of transformers are raised unchanged."""
     refuse_lfs_pointers(Path(name), TOKENIZER)
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    with fetching(f"the tokenizer of {name}"):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def without_suffix_tokens(tokenizer: Any) -> Any:

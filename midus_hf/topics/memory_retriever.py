@@ -14,6 +14,7 @@ from transformers.utils.hub import cached_file
 from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.files.checkpoint_files import CONFIG, WEIGHTS, read_json, refuse_lfs_pointers
 from midus_hf.models.saved_models import check_no_missing_tensors
+from midus_hf.sources.downloads import fetching
 from midus_hf.sources.names import usable_device
 from midus_hf.sources.tokenizers import load_tokenizer
 from midus_hf.topics.tree import RECORD_FILE, ClusterTree, folder_of_tree
@@ -50,9 +51,10 @@ class TextEmbedder:
         ):
             self.tokenizer = load_tokenizer(self.name)
             refuse_lfs_pointers(Path(self.name), CONFIG, WEIGHTS)
-            loaded: Any = AutoModel.from_pretrained(
-                self.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
-            )
+            with fetching(self.name):
+                loaded: Any = AutoModel.from_pretrained(
+                    self.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+                )
         self.model, loading = loaded
         missing = sorted(name for name in loading["missing_keys"] if not name.startswith(_UNUSED))
         check_no_missing_tensors(self.name, missing, "embedding model")

@@ -47,6 +47,7 @@ from midus_hf.memories.packs.options import has_glossary
 from midus_hf.memories.registry import NO_MEMORIES
 from midus_hf.models.host import MemoryConfig
 from midus_hf.models.saved_models import check_no_missing_tensors, load_model
+from midus_hf.sources.downloads import fetching
 from midus_hf.sources.tokenizers import load_tokenizer
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.keys import ENOUGH_STEPS
@@ -66,7 +67,8 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
     with as_request_error(_expected(arguments), OSError, ValueError):
         made_from = path if arguments.config_name is not None and path.exists() else source
         refuse_lfs_pointers(Path(made_from), CONFIG)
-        config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
+        with fetching(source):
+            config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
     if arguments.config_name is not None and hasattr(config, "upscale"):
         del config.upscale  # it describes a base whose weights this model does not have
     key, limit = arguments.length_key, getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -126,7 +128,8 @@ def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrai
     folder = Path(source)
     if not folder.is_dir():
         try:
-            folder = Path(snapshot_download(source, allow_patterns=list(ACCOMPANYING)))
+            with fetching(source):
+                folder = Path(snapshot_download(source, allow_patterns=list(ACCOMPANYING)))
         except (HfHubHTTPError, OSError):
             return model, {}
     paths = sorted(path for pattern in ACCOMPANYING for path in folder.glob(pattern) if path.is_file())

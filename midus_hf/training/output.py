@@ -36,6 +36,7 @@ from midus_hf.files.checkpoint_files import (
 from midus_hf.files.outputs import DiskWriteError, atomic_write, convert_disk_errors, exclusive
 from midus_hf.files.secrets import for_record
 from midus_hf.models.view import has_adapters
+from midus_hf.sources.downloads import connection_errors
 from midus_hf.training.checkpoints import resume_hint, resumed_checkpoint
 from midus_hf.training.optim import restore_dtypes, whole_numel
 from midus_hf.training.outcome import HELD_OUT, OWN_TEXT
@@ -257,9 +258,10 @@ def save_model(
 def upload_model(repository: str, output: Path, token: str | None) -> None:
     """Upload the trained model, without its checkpoints, to a repository of the Hub."""
     options: dict[str, Any] = {"token": token, "ignore_patterns": ["checkpoint-*", ".*"]}
+    failures: tuple[type[Exception], ...] = (HfHubHTTPError, OSError, *connection_errors())
     try:
         upload_folder(repo_id=repository, folder_path=output, **options)
-    except (HfHubHTTPError, OSError) as error:
+    except failures as error:
         raise PartialSaveError(
             f"the trained model is in {output}, and could not be uploaded: {first_line(error)}. Upload it by: "
             f"hf upload {repository} {output}"

@@ -35,6 +35,7 @@ from midus_hf.data.packing import collate
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.files.checkpoint_files import RUN_CONFIG
 from midus_hf.models.view import ModelView
+from midus_hf.sources.downloads import DownloadError, connection_errors
 from midus_hf.sources.names import answer_of_hub
 from midus_hf.sources.peak_memory import peak_memory_bytes
 from midus_hf.sources.progress import limit_bars, show_progress, without_library_bars
@@ -165,7 +166,7 @@ def run_training(
             for name in arguments.report_to or ():
                 if not getattr(integration_utils, f"is_{name}_available", lambda: True)():
                     raise RequestError(f"report_to is {name}, not installed; install it, or set report_to to none.")
-            hub_errors = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
+            hub_errors = (HfHubHTTPError, OSError, *connection_errors()) if arguments.push_to_hub else ()
             no_repository = "push_to_hub is true, and the Trainer makes a repository"
             with (
                 as_request_error("the Trainer cannot be made", ImportError, ValueError),
@@ -191,12 +192,12 @@ def run_training(
         with saving_to(output), stop, without_library_bars():
             try:
                 trainer.train(checkpoint)
-            except (
-                ValueError
-            ) as error:  # a `RequestError` of a step is not about the arguments, which have been checked
+            # A `RequestError` of a step is not about the arguments, which have been checked.
+            except (ValueError, DownloadError) as error:
                 if trainer.state.max_steps == 0:  # the checkpoint is not one of this run
                     raise
-                step, reason = trainer.state.global_step + 1, str(error).rstrip(".")
+                step = trainer.state.global_step + 1
+                reason = error.facts if isinstance(error, DownloadError) else str(error).rstrip(".")
                 raise TrainingError(f"step {step:,} failed: {reason}. To continue, {resume_hint(output)}.") from error
             if stop.signal_number:
                 step = trainer.state.global_step

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import requests
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -19,7 +20,8 @@ from transformers import AutoModelForCausalLM, TrainerState, TrainingArguments
 
 from midus_hf.cli.train import main
 from midus_hf.files.checkpoint_files import TERMS
-from midus_hf.training import inputs
+from midus_hf.sources.downloads import DownloadError
+from midus_hf.training import inputs, output
 from midus_hf.training.optim import cast_for_training
 from midus_hf.training.output import PartialSaveError, add_training
 from midus_hf.training.run import TrainingError, run_training
@@ -194,6 +196,23 @@ def test_failed_step_raises_and_nonfinite_exits_with_1(words, monkeypatch, tmp_p
     assert main(words) == 1
     assert "midus train: gradient norm is inf at step 4; expected" in capsys.readouterr().err
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_broken_stream_ends_with_the_way_to_continue(words, monkeypatch, capsys):
+    step = Mock(side_effect=DownloadError("the connection broke"))
+    monkeypatch.setattr("midus_hf.training.trainer.MemoryTrainer.training_step", step)
+    assert main(words) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "midus train: step 1 failed: the connection broke. To continue, start the run again."
+
+
+def test_broken_upload_keeps_the_model(tmp_path, monkeypatch):
+    broken = Mock(side_effect=requests.exceptions.ConnectionError("cut"))
+    monkeypatch.setattr(output, "upload_folder", broken)
+    with pytest.raises(
+        PartialSaveError, match=r"is in .*, and could not be uploaded: cut\. Upload it by: hf upload me/x"
+    ):
+        output.upload_model("me/x", tmp_path, None)
 
 
 def of_gradient(value):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from midus_hf.sources.names import check_model_name
 from tests.upscalers.checkpoints import REQUEST, save_base, unverified
 from tests.upscalers.contents import config_of, load, logits, read_tensors, recipe_of, record_of, same_tensors
-from tests.upscalers.hub_server import Repository, files_of
+from tests.upscalers.hub_server import Fault, Repository, files_of
 from upscalers.checkpoint.source import prepare_repository
 from upscalers.runs import upscale as run
 
@@ -142,7 +142,8 @@ ANSWERS = {
 @pytest.mark.parametrize(("status", "answer"), ANSWERS.items())
 def test_answers_of_the_hub_are_reported(hub, command, refused, monkeypatch, status, answer):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's own attempts
-    hub.answers_with = status
+    broken = {"cut_after": 0} if status == 0 else {"status": status}
+    hub.faults = [Fault("/api/models/", **broken)]
     message = re.escape(MAY_NOT) if status == 403 else f"but {answer}.*, or upload the output afterwards"
     with pytest.raises(ValueError, match=f"push-to-hub is 'me/x', {message}"):
         prepare_repository("me/x", private=False)
@@ -177,14 +178,14 @@ def test_private_upload_needs_a_private_repository(base, hub, command, tmp_path,
 
 def test_failed_upload_keeps_checkpoint_and_report(base, hub, command, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's own attempts
-    hub.dies_in = "/lfs/"
+    hub.faults = [Fault("/lfs/", cut_after=0)]
     done = command("--base", base, *REQUEST, "--push-to-hub", "me/x", "--private", "--json")
     assert hub.repositories["me/x"].commits == 0
     assert (done.status, done.json()["output"], done.json()["num_layers"]) == (1, "out", 6)
     said, _, remedy = done.err.splitlines()[-1].partition("; out is complete. Upload it with: hf ")
     assert "upscale: the upload to me/x failed (" in said and remedy == "upload me/x out --private"
     assert "Traceback" not in done.err and torch.equal(logits(base), logits(tmp_path / "out"))
-    hub.dies_in = None
+    hub.faults = []
     monkeypatch.setattr(sys, "argv", ["hf", *remedy.split()])
     with contextlib.suppress(SystemExit):
         hf.main()
@@ -256,7 +257,7 @@ def test_one_copy_is_downloaded_index_first(hub, command, tmp_path):
     assert done.status == 0 and len(shards) > 1, done.err
     model = {"config.json", "generation_config.json", index, "README.md", *OF_THE_MODEL}
     assert hub.downloaded("org/base") == model | shards
-    requests = [path.rpartition("/")[2] for method, path in hub.requests if method == "GET" and "/resolve/" in path]
+    requests = [request.file[1] for request in hub.log if request.method == "GET" and request.file is not None]
     places = [requests.index(name) for name in ("config.json", index)]
     assert places[0] < places[1] < min(requests.index(shard) for shard in shards)
     made = files_of(tmp_path / "out").keys()
@@ -282,7 +283,7 @@ def test_cached_base_needs_no_hub(hub, bases, command, tmp_path, monkeypatch):
     for name in ("config.json", "model.safetensors"):
         hf_hub_download("org/base", name)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub.requests.clear()
+    hub.log.clear()
     done = command(*DOWNLOADED)
     assert (done.status, hub.requests) == (0, []), done.err
     assert base_tensors(tmp_path / "out") == base_tensors(bases[0])

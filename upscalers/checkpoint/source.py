@@ -31,6 +31,7 @@ from midus_hf.files.checkpoint_files import (
     refuse_lfs_pointers,
 )
 from midus_hf.memories.bank import MemoryFiles, bank_patterns
+from midus_hf.sources.downloads import fetching
 from midus_hf.sources.names import answer_of_hub, gguf_refusal
 from upscalers.checkpoint.safetensors_format import missing_weights
 from upscalers.request import Progress, one_line
@@ -153,7 +154,9 @@ def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str 
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted), ignore_patterns=ignored))
+        with fetching(name):
+            folder = snapshot_download(name, revision=revision, allow_patterns=list(wanted), ignore_patterns=ignored)
+        return Path(folder)
     except HFValidationError as error:
         raise RequestError(f"{name!r} is no local folder and no hub id. {error}") from None
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
@@ -181,7 +184,8 @@ def check_account(repo_id: str) -> None:
     from huggingface_hub import HfApi
 
     try:
-        HfApi().whoami()
+        with fetching("the account of the token"):
+            HfApi().whoami()
     except Exception as error:
         raise _refusal(repo_id, error) from None
 

@@ -78,6 +78,7 @@ def upscale(
         MethodError: If the method breaks its contract; nothing was written.
         VerificationError: If the result does not do what the method promises; nothing is left.
         OSError: If reading or writing fails; nothing is left.
+        DownloadError: If a connection breaks; nothing is left.
         PushError: If the upload fails; the output is complete, and the error has the report.
     """
     started = time.perf_counter()
