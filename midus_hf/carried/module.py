@@ -148,14 +148,16 @@ def carried_module(config: Any) -> str:
     types = dict.fromkeys(
         each for entry in memories.entries for each in (type(entry.options), layer_class(entry.options))
     )
-    case = (type(config), kinds, *types)
+    # Base layers host nothing, but hand inputs on to inserted memories.
+    hosts_base = bool(memories.attached) or any(_needs_inputs(entry.options) for entry in memories.entries)
+    case = (type(config), kinds, hosts_base, *types)
     if case not in _written:
         named = {entry.rpartition(".")[2] for entry in config.to_dict()["auto_map"].values()}
         classes = [*(getattr(sys.modules[type(config).__module__], name) for name in sorted(named)), *types]
         roots = [Name(each.__module__, each.__name__) for each in classes]
         packages = _OWN | {root.module.partition(".")[0] for root in roots}
         replaced = dict(stand_ins())
-        for name, is_present in (("HostLayer", memories.attached), ("MemoryBlock", memories.inserted)):
+        for name, is_present in (("HostLayer", hosts_base), ("MemoryBlock", memories.inserted)):
             if is_present:
                 del replaced[name]
         body = Closure(roots, packages, replaced).text()
@@ -164,6 +166,11 @@ def carried_module(config: Any) -> str:
         header = _HEADER.format(family=family, version=__version__, kinds=", ".join(kinds), digest=digest)
         _written[case] = header + body
     return _written[case]
+
+
+def _needs_inputs(options: Any) -> bool:
+    needed_services = getattr(layer_class(options), "needed_services", None)
+    return needed_services is not None and bool(needed_services(options))
 
 
 # Sources written in this process, since a training run saves the same code often.

@@ -257,10 +257,11 @@ class MemoryModel(HostMixin, HostStack):
             hosting.append(layer)
         # By the name of the memory, empty for an inserted one, and the layer.
         hosted: dict[tuple[str, int], MemoryModule] = {}
-        for index, layer in enumerate(self.layers):
-            hosted |= {(name, index): memory for name, memory in getattr(layer, "memories", {}).items()}
-            if isinstance(getattr(layer, "memory", None), MemoryModule):
-                hosted["", index] = layer.memory
+        for index, each in enumerate(self.layers):
+            hosted |= {(name, index): memory for name, memory in getattr(each, "memories", {}).items()}
+            memory = getattr(each, "memory", None)
+            if isinstance(memory, MemoryModule):
+                hosted["", index] = memory
         self._taken_arguments = {name for memory in hosted.values() for name in memory.forward_arguments}
         self.memory_input_names = set(self._taken_arguments)
         needed = dict.fromkeys(service for memory in hosted.values() for service in memory.services)

@@ -119,7 +119,8 @@ class TopicNames:
         alike: dict[tuple[str, ...], str] = {}
         cases: dict[tuple[str, ...], str] = {}
         for path in dict.fromkeys(_paths_of_names(rows, columns)):
-            node, above = topics.names, ()
+            node = topics.names
+            above: tuple[str, ...] = ()
             for name in path:
                 look = visible_text(name)
                 first = alike.setdefault((*above, look), name)
@@ -144,7 +145,8 @@ class TopicNames:
         """Return each text's path by its names, `[texts, levels]`, int64; messages say `label`."""
         branching, paths, alike = self.branching, [], dict(_names_by_look(self.names))
         for number, path in enumerate(_paths_of_names(rows, self.columns, label), start=1):
-            below, node, nodes, above = self.names, 0, [], ()
+            below, node, nodes = self.names, 0, []
+            above: tuple[str, ...] = ()
             for name in path:
                 name = name if name in below else alike.get((*above, visible_text(name)), name)
                 above = (*above, name)

@@ -23,7 +23,7 @@ _BATCH_MOMENTUM, _BATCH_EPS = 0.1, 1e-5
 class RetrievalMemory(MemoryModule):
     """A memory that looks slots up by a query per head, and weights their values by a softmax."""
 
-    services = (TrainedTokens,)
+    services: tuple[Any, ...] = (TrainedTokens,)
 
     value_bank: torch.Tensor
     query_norm_weight: torch.Tensor
@@ -35,7 +35,12 @@ class RetrievalMemory(MemoryModule):
         super().__init__(options, sizes)
         self.num_heads, self.query_width = sizes.num_heads, options.query_width(sizes)
         self.k, self.query_norm = options.k, options.query_norm
-        self.services = type(self).services if options.query_norm == "batch" else ()
+        self.services = self.needed_services(options)
+
+    @classmethod
+    def needed_services(cls, options: RetrievalOptions) -> tuple[Any, ...]:
+        """Return the services that a memory of these options needs: statistics of a batch leave padding out."""
+        return cls.services if options.query_norm == "batch" else ()
 
     @property
     def num_slots(self) -> int:
