@@ -119,7 +119,8 @@ class TopicNames:
         alike: dict[tuple[str, ...], str] = {}
         cases: dict[tuple[str, ...], str] = {}
         for path in dict.fromkeys(_paths_of_names(rows, columns)):
-            node, above = topics.names, ()
+            node = topics.names
+            above: tuple[str, ...] = ()
             for name in path:
                 look = visible_text(name)
                 first = alike.setdefault((*above, look), name)
@@ -128,7 +129,8 @@ class TopicNames:
                     _warn_of_twins(first, name, "look alike and are one topic")
                 elif other != first and name not in node:
                     _warn_of_twins(other, name, "differ in case only and are two topics")
-                node, above = node.setdefault(first, {}), (*above, first)
+                node = node.setdefault(first, {})
+                above = (*above, first)
         return topics
 
     @property
@@ -144,7 +146,8 @@ class TopicNames:
         """Return each text's path by its names, `[texts, levels]`, int64; messages say `label`."""
         branching, paths, alike = self.branching, [], dict(_names_by_look(self.names))
         for number, path in enumerate(_paths_of_names(rows, self.columns, label), start=1):
-            below, node, nodes, above = self.names, 0, [], ()
+            below, node, nodes = self.names, 0, []
+            above: tuple[str, ...] = ()
             for name in path:
                 name = name if name in below else alike.get((*above, visible_text(name)), name)
                 above = (*above, name)
