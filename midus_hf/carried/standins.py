@@ -49,7 +49,7 @@ def option(default: Any, help: str, type: str = "") -> Any:
 
 
 def check_entry(values: Any) -> Any:
-    """Return an entry; refuse, by a `RequestError`, a memory whose type or site this code does not have."""
+    """Return an entry; refuse a memory whose type or site this code does not have."""
     name = values["type"]
     if name not in MEMORY_TYPES:
         raise _written_for(f"memory type is {name!r}", MEMORY_TYPES)

@@ -273,7 +273,7 @@ def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> M
 
 
 def check_entry(values: Any) -> dict[str, Any]:
-    """Return an entry, without null options for bits; refuse one without a known type and a site that the type can take."""
+    """Return an entry without null `_BITS`; refuse one without a known type and a site that it can take."""
     if not isinstance(values, Mapping):
         raise RequestError(
             f"memory entry is {values!r}; expected a mapping such as {{'type': 'midus-hml', 'layers': [1]}}."

@@ -246,9 +246,11 @@ class MemoryModel(HostMixin, HostStack):
     def __init__(self, config):
         super().__init__(config)
         memories = memories_of(config)
+        layer: Any
         hosting: list[Any] = []
-        for index in sorted(range(config.num_hidden_layers), key=lambda index: index not in memories.inserted):
-            is_inserted = index in memories.inserted
+        inserted = memories.inserted
+        for index in sorted(range(config.num_hidden_layers), key=lambda index: index not in inserted):
+            is_inserted = index in inserted
             if not (is_inserted or memories.attached or any(layer.takes_inputs for layer in hosting)):
                 break  # without inputs of memories, which all layers are called with
             hosts, layer = self.block_classes if is_inserted else self.layer_classes, self.layers[index]

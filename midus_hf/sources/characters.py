@@ -8,13 +8,13 @@ import regex
 
 @functools.cache
 def is_invisible(character: str) -> bool:
-    """Return whether nothing is shown for a character: of format, or of the form of the one before, such as U+FE0F."""
+    """Return whether a character shows nothing: of format, or a selector of another's form (U+FE0F)."""
     is_ignorable = regex.match(r"\p{Default_Ignorable_Code_Point}", character) is not None
     return is_ignorable or unicodedata.category(character) == "Cf"
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def visible_text(text: str) -> str:
-    """Return a text composed (NFKC), without invisible characters, with single spaces and none at the ends."""
+    """Return a text in NFKC, without invisible characters, with single spaces and none at the ends."""
     composed = unicodedata.normalize("NFKC", text)
     return " ".join("".join(each for each in composed if not is_invisible(each)).split())

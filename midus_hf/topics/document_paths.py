@@ -129,7 +129,8 @@ class TopicNames:
                     _warn_of_twins(first, name, "look alike and are one topic")
                 elif other != first and name not in node:
                     _warn_of_twins(other, name, "differ in case only and are two topics")
-                node, above = node.setdefault(first, {}), (*above, first)
+                node = node.setdefault(first, {})
+                above = (*above, first)
         return topics
 
     @property

@@ -203,7 +203,7 @@ def test_documents_in_one_row_do_not_see_each_other(read, case):
 
 @each_case
 def test_padding_between_tokens_changes_no_logits(read, case):
-    """In one pass, and as conversations of a batch whose first turns were filled up, within the window of sliding layers."""
+    """In one pass, and in a second turn on the cache, within the window of sliding layers."""
     (case, model, given) = read(case)
     rows, second = [prompt(4, 1, 4), prompt(2, 1, 2)], prompt(4, 2, 3)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 0, 1, 1]])

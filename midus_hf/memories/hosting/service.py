@@ -1,7 +1,6 @@
 """Services: what a model does for its memories besides calling them in its layers."""
 
 import contextlib
-import dataclasses
 import os
 import sys
 import warnings
@@ -133,7 +132,7 @@ class Tables(Service):
 
 
 class Tokens(Service):
-    """Padding and documents of a pass, as `tokens`, a `TokenPlaces`; refuses rows of which memories with states know no order."""
+    """Padding and documents of a pass, as `tokens`, a `TokenPlaces`; memories with states refuse branches."""
 
     key = "tokens"
 
@@ -153,8 +152,9 @@ class Tokens(Service):
         before, spare = 0 if cache is None else int(cache.get_seq_length()), shown.shape[2] - tokens.shape[1]
         first = before if spare >= before else spare  # a sliding cache has the last columns only
         reaches_back = before > 0 and own["token_mask"] is None  # which tells no padding of the cache
-        starts = starts_in_mask(shown, places.real, first, reaches_back, self.reader)
-        return dataclasses.replace(places, starts=starts)
+        real = None if places.real is None else places.real.expand(len(tokens), -1)
+        shown = shown.expand(len(tokens), -1, -1)  # of one mask for all rows
+        return TokenPlaces(real, starts_in_mask(shown, real, first, reaches_back, self.reader))
 
     @classmethod
     def layer_arguments(cls, value: TokenPlaces | None, name: str, layer: int) -> Keywords:
@@ -170,7 +170,7 @@ class Tokens(Service):
 
 
 class TrainedTokens(Service):
-    """Which tokens of a pass that trains are no padding, as `real`, `[B, T]`, bool; not given if all are."""
+    """Tokens of a pass that trains which are no padding, as `real`, `[B, T]`, bool; absent if all are."""
 
     key = "real"
 

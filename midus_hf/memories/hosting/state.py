@@ -31,7 +31,7 @@ def without_last(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.T
 
 
 def text_order(real: torch.Tensor | None, continues: bool) -> torch.Tensor | None:
-    """Return indices of tokens as they follow one another, `[B, T]`, padding last; None if they do so as they stand.
+    """Return indices of tokens as they follow one another, `[B, T]`, padding last; None for no change.
 
     Args:
         real: `[B, T]`, bool, false for padding. None: no padding.
@@ -49,14 +49,14 @@ def text_order(real: torch.Tensor | None, continues: bool) -> torch.Tensor | Non
 
 
 def reordered(each: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """Return what tokens have, `[B, T, ...]`, by indices `[B, T]` for each row; None leaves it as it is."""
+    """Return what tokens have, `[B, T, ...]`, by indices `[B, T]` of each row; None changes nothing."""
     return each if order is None else each[torch.arange(len(each), device=each.device)[:, None], order]
 
 
 def latest_tokens(kept: torch.Tensor, is_real: torch.Tensor, count: int) -> torch.Tensor:
-    """Return what is kept, `[B, S, ...]`, of the last tokens that are no padding, `[B, count, ...]`; or zeros.
+    """Return what is kept of the last `count` tokens that are no padding, or zeros where there are fewer.
 
-    `is_real` is `[B, S]`, bool.
+    `kept` is `[B, S, ...]`, and `is_real`, bool, `[B, S]`.
     """
     up_to = is_real.long().cumsum(1)  # [B, S]
     numbers = up_to[:, -1:] + torch.arange(1 - count, 1, device=kept.device)
@@ -184,12 +184,11 @@ def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: st
 def starts_in_mask(
     shown: torch.Tensor, real: torch.Tensor | None, first: int, reaches_back: bool, name: str
 ) -> torch.Tensor | None:
-    """Return where documents begin, `[B, T]`, by what tokens see, `[B, T, S]`; refuse rows that are no texts."""
+    """Return where documents begin, `[B, T]`, by what tokens see, `[B, T, S]`; refuse branches."""
     # Column `first` is the pass's first token, which sees the last one in the cache if it `reaches_back`.
     at = torch.arange(shown.shape[1], device=shown.device)
     latest = at.expand(len(shown), -1) if real is None else torch.where(real, at, -1).cummax(1).values
     before = F.pad(latest[:, :-1], (1, 0), value=-1)  # the token before each, -1 for none in the pass
-    shown = shown.expand(len(before), -1, -1)
     follows = shown.gather(2, (first + before).clamp(min=0).unsqueeze(2)).squeeze(2)
     starts = ((before >= 0) | reaches_back) & ~follows & (True if real is None else real)
     if not bool(starts.any()):

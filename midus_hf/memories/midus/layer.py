@@ -23,7 +23,7 @@ _BATCH_MOMENTUM, _BATCH_EPS = 0.1, 1e-5
 class RetrievalMemory(MemoryModule):
     """A memory that looks slots up by a query per head, and weights their values by a softmax."""
 
-    services: tuple[Any, ...] = (TrainedTokens,)
+    services: tuple[type[TrainedTokens], ...] = (TrainedTokens,)
 
     value_bank: torch.Tensor
     query_norm_weight: torch.Tensor
