@@ -30,6 +30,7 @@ class GlossaryFiles(BankService):
                 "entries with midus edit add."
             )
         super().__init__(model, memories, hosted)
+        (self.name,) = names
         self.options: Any = next(iter(hosted.values())).options
         self.glossary: Glossary | None = None
         self._config = model.config
