@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from midus_hf.memories.hosting.state import SPARE_TOKENS, MemoryState
 from midus_hf.memories.packs.chat_marks import ANSWER, QUESTION, TEXT, ChatMarks, TurnScan
 from midus_hf.memories.packs.names import NameIndex, NameMatch, NameScan, TokenSpelling
-from midus_hf.memories.packs.options import PacksOptions
 
 # The id of padding.
 NO_TOKEN = -1
@@ -318,7 +317,7 @@ class Openings:
     `positions`; `open`, states after the last tokens; and `spare`, as `without_last` takes it.
     """
 
-    def __init__(self, glossary: NamedEntries, options: PacksOptions, state: MemoryState | None):
+    def __init__(self, glossary: NamedEntries, options: Any, state: MemoryState | None):
         self._glossary, self._options, self._state = glossary, options, state
         self._kept = {} if state is None else {key: tensor.cpu() for key, tensor in state.kept.items()}
 
