@@ -15,7 +15,7 @@ from transformers import AutoModel
 from midus_hf.memories.hosting import vllm
 from midus_hf.memories.hosting.vllm import CachedHeads
 from midus_hf.memories.packs.glossary import Glossary
-from midus_hf.memories.packs.reading import KeptPacks
+from midus_hf.memories.packs.store import KeptPacks
 
 ENGRAM = {"type": "engram", "layers": [0, 1], "rows": 97, "width": 8, "hash_heads": 2}
 FAMILIES = ["llama", "gemma3", "qwen2"]
@@ -112,7 +112,7 @@ def test_conversations_in_parts_are_computed_as_whole_ones(engine):
     blocks, bounds = [[*range(1, 49, 2)], [*range(2, 50, 2)]], [0, 11, 16, *range(count - 6, count), count]
     passes = [[(row, blocks[row], *bound) for row in range(2)] for bound in itertools.pairwise(bounds)]
     torch.testing.assert_close(in_parts(engine, stack, tokens, passes), expected, rtol=1e-4, atol=1e-5)
-    stack.services["packs"].kept = KeptPacks()  # packs are made anew from ids in slots
+    stack.services["open_packs"].kept = KeptPacks()  # packs are made anew from ids in slots
     again = run_pass(engine, stack, tokens, [(0, blocks[0], count - 2, count)])
     torch.testing.assert_close(again, expected[0, -2:], rtol=1e-4, atol=1e-5)
 
@@ -162,15 +162,15 @@ def test_attention_sinks_are_refused_when_the_glossary_is_opened(engine, tmp_pat
     model = with_packs("llama")
     model.save_pretrained(tmp_path)
     stack = served(engine, model)
-    service, parts = stack.services["packs"], [(0, FIRST, 0, 4)]
-    service.glossary = None
+    service, parts = stack.services["open_packs"], [(0, FIRST, 0, 4)]
+    service.files.glossary = None
     service.settings = SimpleNamespace(model=str(tmp_path), revision=None, trust_remote_code=False)
     engine.layers["layers.1"].has_sink = True
     with pytest.raises(ValueError, match=r"attention sinks, .* Serve it with `transformers serve`"):
         run_pass(engine, stack, prompt(), parts)
     engine.layers["layers.1"].has_sink = False
     run_pass(engine, stack, prompt(), parts)
-    assert len(service.glossary) == len(ENTRIES)
+    assert len(service.files.glossary) == len(ENTRIES)
 
 
 def test_cache_that_holds_no_single_numbers_is_refused(monkeypatch):

@@ -13,6 +13,7 @@ from midus_hf.config.errors import RequestError, first_few
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE, parse_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hosting.layer import CopiedLock
+from midus_hf.memories.packs.chat_marks import learn_chat_marks
 from midus_hf.memories.packs.names import (
     Name,
     NameIndex,
@@ -25,7 +26,7 @@ from midus_hf.memories.packs.names import (
     spelled,
     whole_words,
 )
-from midus_hf.memories.packs.opening import OpeningTracker, learn_chat_marks, readings_of
+from midus_hf.memories.packs.opening import OpeningTracker, readings_of
 
 _CHECKED_AT_ONCE = 1000
 # The most frequent words of a vocabulary, in whose order frequent tokens come first: almost every text has one.

@@ -10,7 +10,7 @@ import torch
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.heads import SequenceHeads
 from midus_hf.memories.hosting.parts import Keywords, arguments_of_pass
-from midus_hf.memories.hosting.service import HostStack, folder_of_checkpoint
+from midus_hf.memories.hosting.service import Hosted, HostStack, Service, folder_of_checkpoint
 from midus_hf.memories.hosting.vllm import (
     CachedHeads,
     Slots,
@@ -24,9 +24,10 @@ from midus_hf.memories.hosting.vllm import (
     slot_table,
     slots_of_pass,
 )
-from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.packs.layer import PacksMemory, PacksService
+from midus_hf.memories.packs.glossary_files import GlossaryFiles
+from midus_hf.memories.packs.layer import PacksMemory
 from midus_hf.memories.packs.opening import (
+    NamedEntries,
     OpeningTracker,
     Reading,
     RowState,
@@ -36,7 +37,9 @@ from midus_hf.memories.packs.opening import (
     states_tensor,
 )
 from midus_hf.memories.packs.options import PacksOptions
-from midus_hf.memories.packs.reading import RECORDING, KeptPacks, OpenPacks, PackPart
+from midus_hf.memories.packs.placing import OpenPacks, PackPart
+from midus_hf.memories.packs.reading import RECORDING
+from midus_hf.memories.packs.store import KeptPacks, PackStore
 from midus_hf.memories.registry import Memories, register_paged_layer
 
 _CACHES = ("auto", "float16", "bfloat16", "float32")
@@ -53,103 +56,20 @@ class Group(NamedTuple):
     lengths: torch.Tensor  # `[N]`, tokens of each request up to the last of the pass
 
 
-# The services of all models, for an operation that compilers do not look into: vLLM tells it the attention of its own model.
-_SERVICES: "weakref.WeakSet[PagedPacksService]" = weakref.WeakSet()
+class SlotOpenings:
+    """What requests have open, from pass to pass by tables with a row for each slot of vLLM's cache."""
 
+    def __init__(self, name: str, options: PacksOptions):
+        self._name, self._options = name, options
 
-class PagedPacksService(PacksService):
-    """Packs that tokens of several requests read, as `packs`, an `OpenedPass`."""
-
-    may_add_cache = False
-
-    def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
-        super().__init__(model, memories, hosted)
-        others = [
-            name
-            for layer in model.layers
-            for name, memory in getattr(layer, "memories", {}).items()
-            if SlotStates in memory.services
-        ]
-        if others:
-            raise RequestError(
-                f"vLLM is not to serve packs with the memory {others[0]!r}, which would take texts of entries for requests; "
-                "expected one of the two. Serve the model with `transformers serve`."
-            )
-        if getattr(model.config, "attn_logit_softcapping", None) is not None:
-            raise RequestError(
-                "this model caps scores of attention, which packs in vLLM do not; expected a model without "
-                "attn_logit_softcapping. Serve it with `transformers serve`."
-            )
-        adapters = (
-            "--enable-lora changes keys and values by request, and packs are one for all",
-            "Leave the option out",
-        )
-        config = check_engine(self.name, {"lora_config": adapters})
-        cache = part_of_vllm(config, "cache_config.cache_dtype")
-        if cache not in _CACHES:
-            raise RequestError(
-                f"--kv-cache-dtype is {cache}, whose keys and values packs do not read; expected {', '.join(_CACHES[:-1])} or "
-                f"{_CACHES[-1]}. Leave the option out."
-            )
-        self.model, self.settings = model, part_of_vllm(config, "model_config")
-        for layer in self.layers:
-            serve_heads(model.layers[layer].mixer_part)
-        self.heads: dict[str, CachedHeads] = {}
-        self.kept = KeptPacks()
-        _SERVICES.add(self)  # here, since what a traced pass writes is not there when the graph runs
-
-    def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Any:
-        """Return the packs that tokens read, by the name of the memory."""
-        if own.get(RECORDING) is not None:
-            return {self.name: own[RECORDING]}
-        ids = arguments_of_pass({"input_ids"}, arguments, own)["input_ids"]
-        first = first_attention(model, self.name)
-        return {self.name: OpenedPass(find_open_packs(ids[0], first.layer_name, self.name), self.name)}
-
-    def serves(self, attention: Any) -> bool:
-        """Return whether an attention of vLLM is that of a layer of the service's model."""
-        parts = (getattr(layer, "mixer_part", None) for layer in self.model.layers)
-        return any(getattr(part, "attn", None) is attention for part in parts)
-
-    @torch.no_grad()
-    def groups(self, ids: torch.Tensor, layer: str) -> list[Group]:
-        """Return the requests of the pass that runs whose tokens read packs, from the ids `[T]` of its tokens."""
-        if self.glossary is None:  # vLLM makes the model of its config, and loads the weights itself
-            self._begin()
-        attention, slots = slots_of_pass(layer)
-        if slots is None:
-            return []
-        assert self.glossary is not None, "the glossary was opened"
-        rows = self._readings_of_requests(attention, slots, ids)
-        starts = slots.starts.tolist()
-        spans = {
-            request: range(starts[request], starts[request + 1]) for request, readings in rows.items() if readings
-        }
-        steps = [request for request, tokens in spans.items() if len(tokens) == 1]
-        apart = [[request] for request in spans if request not in steps]
-        groups = (self._group(slots, ids, rows, spans, each) for each in (*apart, *([steps] if steps else [])))
-        return [group for group in groups if group is not None]
-
-    def _begin(self) -> None:
-        settings = self.settings
-        options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-        with torch.device("cpu"):
-            self.open_bank(folder_of_checkpoint(settings.model, options, self.files), options)
-        for layer in self.layers:
-            attention = self.model.layers[layer].mixer_part
-            if part_of_vllm(attention, "attn.has_sink"):
-                raise RequestError(
-                    "this model has attention sinks, which packs in vLLM leave out; expected a model without. Serve it with "
-                    "`transformers serve`."
-                )
-
-    def _readings_of_requests(self, attention: Any, slots: Slots, ids: torch.Tensor) -> dict[int, list[Reading]]:
+    def read(
+        self, glossary: NamedEntries, attention: Any, slots: Slots, ids: torch.Tensor
+    ) -> dict[int, list[Reading]]:
         """Return what requests' tokens read, after prefixes that this pass computes; keep ids and openings."""
-        glossary, options = self.glossary, self.options
-        assert glossary is not None, "the glossary was opened"
+        options = self._options
         numbers = ids.long() + 1
-        tokens_kept = slot_table(attention, f"{self.name}.ids", slots, numbers)
-        openings_kept = slot_table(attention, f"{self.name}.open", slots, numbers.new_zeros(1, *state_shape(options)))
+        tokens_kept = slot_table(attention, f"{self._name}.ids", slots, numbers)
+        openings_kept = slot_table(attention, f"{self._name}.open", slots, numbers.new_zeros(1, *state_shape(options)))
         starts = slots.starts.tolist()
         requests = [request for request in range(len(starts) - 1) if starts[request] < starts[request + 1]]
         tokens_kept[slots.own[: starts[-1]]] = numbers[: starts[-1]]
@@ -188,6 +108,104 @@ class PagedPacksService(PacksService):
         openings_kept[-1] = 0
         return rows
 
+
+# The services of all models, for an operation that compilers do not look into: vLLM tells it the attention of its own model.
+_SERVICES: "weakref.WeakSet[PagedPacksService]" = weakref.WeakSet()
+
+
+class PagedPacksService(Service):
+    """Packs that tokens of several requests read, as `packs`, an `OpenedPass`."""
+
+    key = "open_packs"
+    is_required = True
+
+    def __init__(self, model: HostStack, memories: Memories, hosted: Hosted):
+        self.files = model.services[GlossaryFiles.key]
+        self.store = PackStore(model, hosted)
+        self.openings = SlotOpenings(self.store.name, self.store.options)
+        self.kept = KeptPacks()
+        others = [
+            name
+            for layer in model.layers
+            for name, memory in getattr(layer, "memories", {}).items()
+            if SlotStates in memory.services
+        ]
+        if others:
+            raise RequestError(
+                f"vLLM is not to serve packs with the memory {others[0]!r}, which would take texts of entries for requests; "
+                "expected one of the two. Serve the model with `transformers serve`."
+            )
+        if getattr(model.config, "attn_logit_softcapping", None) is not None:
+            raise RequestError(
+                "this model caps scores of attention, which packs in vLLM do not; expected a model without "
+                "attn_logit_softcapping. Serve it with `transformers serve`."
+            )
+        adapters = (
+            "--enable-lora changes keys and values by request, and packs are one for all",
+            "Leave the option out",
+        )
+        config = check_engine(self.store.name, {"lora_config": adapters})
+        cache = part_of_vllm(config, "cache_config.cache_dtype")
+        if cache not in _CACHES:
+            raise RequestError(
+                f"--kv-cache-dtype is {cache}, whose keys and values packs do not read; expected {', '.join(_CACHES[:-1])} or "
+                f"{_CACHES[-1]}. Leave the option out."
+            )
+        self.model, self.settings = model, part_of_vllm(config, "model_config")
+        for layer in self.store.layers:
+            serve_heads(model.layers[layer].mixer_part)
+        self.heads: dict[str, CachedHeads] = {}
+        _SERVICES.add(self)  # here, since what a traced pass writes is not there when the graph runs
+
+    def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Any:
+        """Return the packs that tokens read, by the name of the memory."""
+        if own.get(RECORDING) is not None:
+            return {self.store.name: own[RECORDING]}
+        ids = arguments_of_pass({"input_ids"}, arguments, own)["input_ids"]
+        name = self.store.name
+        first = first_attention(model, name)
+        return {name: OpenedPass(find_open_packs(ids[0], first.layer_name, name), name)}
+
+    @classmethod
+    def layer_arguments(cls, value: Any, name: str, layer: int) -> Keywords:
+        return {"packs": value[name]}
+
+    def serves(self, attention: Any) -> bool:
+        """Return whether an attention of vLLM is that of a layer of the service's model."""
+        parts = (getattr(layer, "mixer_part", None) for layer in self.model.layers)
+        return any(getattr(part, "attn", None) is attention for part in parts)
+
+    @torch.no_grad()
+    def groups(self, ids: torch.Tensor, layer: str) -> list[Group]:
+        """Return the requests of the pass that runs whose tokens read packs, from the ids `[T]` of its tokens."""
+        if self.files.glossary is None:  # vLLM makes the model of its config, and loads the weights itself
+            self._begin()
+        attention, slots = slots_of_pass(layer)
+        if slots is None:
+            return []
+        rows = self.openings.read(self.files.glossary, attention, slots, ids)
+        starts = slots.starts.tolist()
+        spans = {
+            request: range(starts[request], starts[request + 1]) for request, readings in rows.items() if readings
+        }
+        steps = [request for request, tokens in spans.items() if len(tokens) == 1]
+        apart = [[request] for request in spans if request not in steps]
+        groups = (self._group(slots, ids, rows, spans, each) for each in (*apart, *([steps] if steps else [])))
+        return [group for group in groups if group is not None]
+
+    def _begin(self) -> None:
+        settings = self.settings
+        options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+        with torch.device("cpu"):
+            self.files.open_bank(folder_of_checkpoint(settings.model, options, self.files.files), options)
+        for layer in self.store.layers:
+            attention = self.model.layers[layer].mixer_part
+            if part_of_vllm(attention, "attn.has_sink"):
+                raise RequestError(
+                    "this model has attention sinks, which packs in vLLM leave out; expected a model without. Serve it with "
+                    "`transformers serve`."
+                )
+
     def _group(
         self,
         slots: Slots,
@@ -200,7 +218,7 @@ class PagedPacksService(PacksService):
         tokens = torch.tensor([list(spans[request]) for request in requests], device=ids.device)
         number = torch.tensor(requests, device=ids.device)
         read = [rows[request] for request in requests]
-        opened = self._packs_of(self.model, self._run, read, tokens.shape[1], ids.device, self.kept)
+        opened = self.store.open(self.model, self._run, self.files.glossary, read, ids[tokens], self.kept)
         positions = slots.position[tokens]
         return None if opened is None else Group(opened, number, tokens, positions, positions[:, -1] + 1)
 
@@ -225,7 +243,7 @@ class OpenedPass(NamedTuple):
 class PagedPacksMemory(PacksMemory):
     """A layer's part of packs: tokens that read packs attend again, to cache and packs in one softmax."""
 
-    services = (PagedPacksService,)  # type: ignore[assignment]
+    services = (GlossaryFiles, PagedPacksService)  # type: ignore[assignment]
 
     @classmethod
     def check_attention(cls, implementation: str | None) -> None:
@@ -287,7 +305,7 @@ def _attend(
     index: int,
 ) -> None:
     """Overwrite rows of some tokens of a part of a group; S keys of requests, and S' of packs."""
-    module = service.model.layers[service.layers[index]].mixer_part
+    module = service.model.layers[service.store.layers[index]].mixer_part
     attention = module.attn
     if layer not in service.heads:
         service.heads[layer] = CachedHeads(attention)
