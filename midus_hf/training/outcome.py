@@ -81,6 +81,10 @@ def describe_outcome(log: Sequence[Mapping[str, Any]], saved_step: int, rates: s
             warnings.append(f"the trained model is worse than the one before on {label}: {lower}")
         elif change > -_NOTHING:
             warnings.append(f"nothing was learned of {label}: train for more steps, or at higher rates than {rates}")
+    if divergences := [event["base_divergence"] for event in log if "base_divergence" in event]:
+        lines.append(
+            f"divergence from the base on the texts trained on: {divergences[-1]:.4f} nats per token at the end"
+        )
     losses = [event["loss"] for event in log if "loss" in event]
     third = len(losses) // 3
     if third >= 2:

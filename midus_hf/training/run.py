@@ -144,10 +144,10 @@ def run_training(
             model, files = load_for_training(arguments, config)
             hashes = model_hashes(model, arguments) if is_main else {}
             uses_cache = model.config.use_cache
-            model, report = _freeze(ModelView(model), arguments)
-            dtypes = cast_for_training(model, arguments.bf16)
             if arguments.eval_share and texts.held_out is not None:
                 texts = texts._replace(held_out=measured_texts(texts.held_out, model, tokenizer, arguments))
+            model, report = _freeze(ModelView(model), arguments)
+            dtypes = cast_for_training(model, arguments.bf16)
             if is_main:
                 print(report)
                 if arguments.chooses_bf16:

@@ -42,12 +42,12 @@ LEAST = {
     2: "branching chunk_size TrainArguments.sequence_length",
     1: "batch_size chapters epochs hash_heads heads hidden_size k limit max_tokens memory_tokens n open rank rows sequence_length "
     "slots width",
-    0: "base_kl distance generic_share kernel known_ngrams known_tokens norm_weight num_fewshot row_dropout "
+    0: "base_kl distance eval_share generic_share kernel known_ngrams known_tokens norm_weight num_fewshot row_dropout "
     "router_aux_loss_coef router_z_loss_coef shared_chapters shuffle_buffer value_weight_decay weight_decay",
 }
 LEAST = {name: least for least, names in LEAST.items() for name in names.split()}
 ABOVE_0 = "alpha key_value_learning_rate learning_rate max_iterations memory_learning_rate regularization routed_scale".split()
-ABOVE_0 += ["tolerance", "value_learning_rate"]
+ABOVE_0 += ["gain_learning_rate", "tolerance", "value_learning_rate"]
 # Numbers that other options, the model or the request bound, and those of the Trainer.
 BOUND_BY_OTHERS = "key_width max_order min_documents min_order num_new_layers pre_value_width seed".split()
 BOUND_BY_OTHERS += ["max_shard_size", "placement", "span", "value_width"]

@@ -63,6 +63,18 @@ def test_outcome_has_a_line_and_a_warning_with_its_remedy(log, line, warning):
         assert RATES in warnings[0]
 
 
+def test_outcome_names_the_divergence_from_the_base():
+    lines, _ = describe_outcome([{"step": 5, "base_divergence": 0.5}, {"step": 9, "base_divergence": 0.25}], 9, RATES)
+    assert lines == ["divergence from the base on the texts trained on: 0.2500 nats per token at the end"]
+
+
+def test_run_in_bfloat16_is_measured_too(rows, config_for, capsys):
+    run_training(config_for(corpus=rows(), eval_share=0.1, learning_rate=None, max_steps=2, bf16=True))
+    out = capsys.readouterr().out
+    assert "a first step helps these texts most at" in out or "the usual ones" in out
+    assert "texts that the model wrote before training: " in out
+
+
 def test_outcome_of_the_saved_step_counts():
     log = [*log_of(3.0, 2.5, steps=5), *log_of(3.0, 2.9, steps=10)]
     assert "2.5000 after" in describe_outcome(log, 5, RATES)[0][0]

@@ -65,7 +65,8 @@ def test_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path):
     assert command("--base", "org/base", "--method", "midus-hml", "--dry-run", "--json").json()["num_layers"] == 6
     assert hub.downloaded("org/base") == {"config.json"}
     assert command("inspect", "me/upscaled", "--json").json()["base"] == "base"
-    assert hub.downloaded("me/upscaled") == {"config.json", "upscale.json"}
+    code_and_what_names_it = {"modeling_midus.py", "generation_config.json"}
+    assert hub.downloaded("me/upscaled") == {"config.json", "upscale.json"} | code_and_what_names_it
 
 
 def pushed(model, tmp_path):

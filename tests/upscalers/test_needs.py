@@ -110,7 +110,7 @@ def test_every_method_takes_a_base_of_the_hub(name, place, bases, made, tmp_path
     check("out")
     if place == "offline":
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        bases.requests.clear()
+        bases.log.clear()
         check("again")
         assert bases.requests == []
 
@@ -201,7 +201,7 @@ def test_blocks_on_the_hub_are_listed_without_weights(bases, made):
     for key in ("memory", "type", "branching", "fetched", "bank"):
         assert listed[key] == local[key]
     assert [level["nodes"] for level in listed["levels"]] == [level["nodes"] for level in local["levels"]]
-    assert weights_downloaded(bases) == []
+    assert all(file.startswith("memory_bank/") for file in weights_downloaded(bases))
 
 
 def test_an_edit_of_a_model_on_the_hub_carries_its_code(bases, made, tmp_path):
