@@ -20,7 +20,7 @@ from midus_hf.memories.hosting.sites import InsideAttention
 from midus_hf.memories.hosting.state import MemoryState, without_last
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.packs.glossary_files import GlossaryFiles
-from midus_hf.memories.packs.opening import NO_TOKEN, Openings
+from midus_hf.memories.packs.opening import PADDING_TOKEN, Openings
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.placing import OpenPacks
 from midus_hf.memories.packs.reading import RECORDING, Recording
@@ -79,7 +79,7 @@ class PacksService(Service):
         glossary = self.files.glossary
         tokens = ids.detach().to("cpu", torch.int64)
         if real is not None:
-            tokens = torch.where(real.cpu(), tokens, NO_TOKEN)
+            tokens = torch.where(real.cpu(), tokens, PADDING_TOKEN)
         openings = Openings(glossary, self.store.options, state)
         rows = openings.read(tokens, positions.tolist(), None if starts is None else starts.cpu())
         kept = KeptPacks() if state is None else state.shared.setdefault("packs", KeptPacks())

@@ -13,7 +13,7 @@ from midus_hf.memories.packs.chat_marks import ANSWER, QUESTION, TEXT, ChatMarks
 from midus_hf.memories.packs.names import NameIndex, NameMatch, NameScan, TokenSpelling
 
 # The id of padding.
-NO_TOKEN = -1
+PADDING_TOKEN = -1
 # A name that occurs again within this many positions does not move its pack.
 _MAX_STAY = 32
 # Places in a text are positions of tokens times this, and the number of a character in the token.
@@ -371,7 +371,7 @@ class Openings:
             "open": opened.new_zeros(batch, SPARE_TOKENS + 1, *state_shape(self._options)),
             "spare": tokens.new_full((batch,), SPARE_TOKENS),
         }
-        numbers = torch.cat([before["numbers"], tokens - NO_TOKEN], 1)
+        numbers = torch.cat([before["numbers"], tokens - PADDING_TOKEN], 1)
         if begins is not None:  # only of the last document
             document = F.pad(begins.long().cumsum(1), (before["numbers"].shape[1], 0))
             numbers = numbers * (document == document[:, -1:])
