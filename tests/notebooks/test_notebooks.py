@@ -8,9 +8,12 @@ from typing import Any
 
 import nbformat
 import pytest
+from compare.fake_results import BASE, comparison, result
 from evaluation.byte_models import save_byte_model
 from nbclient import NotebookClient
 from pairs import by_default
+
+from midus_hf.compare.report import advice, cautions, findings, plan_table, variants_table, write_report
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 IDENTITY = "Identity(checked='logits', max_abs_diff=0.0)"
@@ -119,6 +122,18 @@ def test_kept_outputs_are_of_one_whole_run(name):
     types, texts = {type_ for type_, _ in data}, [text for type_, text in data if type_ != "image/png"]
     assert "image/png" in types and "stderr" not in types
     assert not any("\x1b" in text or _PATH_OF_A_MACHINE.search(text) for text in texts)
+
+
+def test_comparison_shows_the_report_of_today(tmp_path):
+    texts = [output.get("stdout", "") for of_cell in kept_outputs(read("compare")) for output in of_cell]
+    plan, printed = filter(heading, texts)
+    runs = [result("midus-hml", [0.5]), result("llama-pro", [0.25]), result("full", [0.75])]
+    found = findings(comparison([run.variant for run in runs], validation={}), BASE, runs, {})
+    for text, table in ((plan, plan_table([])), (printed, variants_table(found))):
+        assert heading(text) == sorted(" ".join([table.title, *table.head]).split())
+    assert _FILE.findall(printed) == [write_report(tmp_path, found).name]
+    beginnings = [" ".join(sentence.split()[:2]) for sentence in (*cautions(found), *advice(found))]
+    assert re.findall("|".join(beginnings), printed) == beginnings
 
 
 def test_notebooks_are_run_and_link_to_files():
