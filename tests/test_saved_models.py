@@ -31,7 +31,7 @@ def test_models_are_loaded_in_one_place():
     result = {file.name for file in files if any(load in file.read_text(encoding="utf-8") for load in loads)}
     # A card shows a reader how to load the model, and a refusal how to write a GGUF file as one. Packs read the tokenizer next to
     # their model, in code that a checkpoint carries.
-    assert result == {"tokenizers.py", "cards.py", "names.py", "layer.py"}
+    assert result == {"tokenizers.py", "cards.py", "names.py", "glossary_files.py"}
 
 
 def test_loads_state_trust_in_code():
