@@ -27,7 +27,7 @@ from upscalers.plan import spell_placement
 from upscalers.request import parse_options
 from upscalers.runs.upscale import upscale
 
-Rate = Mapping[str, float]  # rate keys of `midus train`, such as `learning_rate`, with their values
+Rate = Mapping[str, float | None]  # rate keys of `midus train`, such as `learning_rate`; null is one that the run measures
 
 BASE = "base"  # name of the run that measures the base
 TEXT_KINDS = ("domain", "retention", "validation")  # keys of mappings of measured texts
@@ -41,9 +41,12 @@ _UPSCALING_KEYS = ("method", "num_new_layers", "placement", "options", "corpus",
 
 
 def rate_name(rate: Rate) -> str:
-    """Return a rate's folder name, without `learning_rate`: `0.001`, `0.001,value=0.01`, or `recipe`."""
-    named = [(key.removesuffix("learning_rate").rstrip("_"), value) for key, value in rate.items()]
-    return ",".join(f"{name}={value:g}" if name else f"{value:g}" for name, value in named) or "recipe"
+    """Return a rate's folder name, without `learning_rate`: `0.001`, `0.001,value=0.01`, `measured`, or `recipe`."""
+    parts = []
+    for key, value in rate.items():
+        name, number = key.removesuffix("learning_rate").rstrip("_"), "measured" if value is None else f"{value:g}"
+        parts.append(f"{name}={number}" if name else number)
+    return ",".join(parts) or "recipe"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -84,7 +87,7 @@ class VariantOptions:
 
     upscale: dict[str, Any] | str | None = None
     train: dict[str, Any] | str | None = None
-    rates: list[float | dict[str, float]] | None = None
+    rates: list[float | dict[str, float | None] | None] | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -102,7 +105,7 @@ class Comparison:
         tasks: Options of `TaskOptions`. Default: none.
         rates: Learning rates, each for the first seed; the best one on `validation` gets the other seeds. A number is the rate of new
             parameters; values of an added memory learn ten times as fast unless `train` has their rate. A mapping from rate keys of
-            `midus train` to numbers sets only those keys. Default: the rates in `train`.
+            `midus train` to numbers sets only those keys. Null: the run measures it. Default: the rates in `train`.
         seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
         controls: Whether the null controls of a variant's memory are trained as well, at its chosen rate. Default: true.
     """
@@ -115,7 +118,7 @@ class Comparison:
     retention: dict[str, str] = dataclasses.field(default_factory=dict)
     validation: dict[str, str] = dataclasses.field(default_factory=dict)
     tasks: TaskOptions | None = None
-    rates: list[float | dict[str, float]] | None = None
+    rates: list[float | dict[str, float | None] | None] | None = None
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
     controls: bool = True
 
@@ -147,8 +150,15 @@ class Comparison:
     def list_rates(self, variant: str, is_fast: bool = False) -> list[Rate]:
         """Return a variant's rates as keys of `midus train`; `is_fast`: its values learn ten times as fast at a number."""
         listed = self.variants[variant].rates or self.rates or [{}]
-        as_keys = short_run_rates if is_fast else lambda rate: {"learning_rate": rate}
-        return [rate if isinstance(rate, Mapping) else as_keys(rate) for rate in listed]
+        rates: list[Rate] = []
+        for rate in listed:
+            if isinstance(rate, Mapping):
+                rates.append(rate)
+            elif rate is not None and is_fast:
+                rates.append(short_run_rates(rate))
+            else:
+                rates.append({"learning_rate": rate})
+        return rates
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,8 +145,11 @@ def cautions(findings: Findings) -> list[str]:
 
 
 def _is_at_end(chosen: Rate, rates: Sequence[Rate]) -> bool:
-    searched = {key: {rate[key] for rate in rates if key in rate} for key in chosen}
-    return any(len(values) > 1 and chosen[key] in (min(values), max(values)) for key, values in searched.items())
+    for key, rate in chosen.items():
+        searched = {each[key] for each in rates if each.get(key) is not None}
+        if len(searched) > 1 and rate in (min(searched), max(searched)):
+            return True
+    return False
 
 
 def advice(findings: Findings) -> list[str]:

@@ -12,7 +12,7 @@ from evaluation.byte_models import byte_tokenizer
 from evaluation.questions import write_questions
 
 from benchmarks.models import CONFIGS
-from midus_hf.compare.plan import TEXT_KINDS, Comparison, Variant, check, plan
+from midus_hf.compare.plan import TEXT_KINDS, Comparison, Variant, check, plan, rate_name
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping, options_from_files, read_mapping
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
@@ -83,6 +83,13 @@ def test_values_learn_ten_times_as_fast_at_a_plain_rate(planned, case):
     comparison, (variant,) = planned({"a": options}, rates=[3e-4])
     rate = {"learning_rate": 3e-4} | ({} if values is None else {"value_learning_rate": values})
     assert variant.rates == [rate] == comparison.list_rates("a")
+
+
+def test_null_is_a_rate_that_the_run_measures(planned):
+    rates = [None, 1e-3, {"learning_rate": 1e-2, "value_learning_rate": None}]
+    _, (variant,) = planned({"a": {"upscale": HEADWISE}}, rates=rates)
+    assert [*map(rate_name, variant.rates)] == ["measured", "0.001,value=0.01", "0.01,value=measured"]
+    assert variant.rates[0] == {"learning_rate": None}
 
 
 def test_upscaled_base_learns_at_the_rates_of_new_parts(room, planned, tmp_path):
