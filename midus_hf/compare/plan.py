@@ -27,7 +27,9 @@ from upscalers.plan import spell_placement
 from upscalers.request import parse_options
 from upscalers.runs.upscale import upscale
 
-Rate = Mapping[str, float | None]  # rate keys of `midus train`, such as `learning_rate`; null is one that the run measures
+Rate = Mapping[
+    str, float | None
+]  # rate keys of `midus train`, such as `learning_rate`; null is one that the run measures
 
 BASE = "base"  # name of the run that measures the base
 TEXT_KINDS = ("domain", "retention", "validation")  # keys of mappings of measured texts
