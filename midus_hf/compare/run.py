@@ -19,7 +19,7 @@ from typing import Any
 from accelerate.utils.memory import clear_device_cache
 
 from midus_hf.anatomy.record import UpscaleRecord, record_of
-from midus_hf.compare.plan import BASE, SHUFFLED, Comparison, Run, Variant, control_variants, list_searches
+from midus_hf.compare.plan import BASE, SHUFFLED, Comparison, Rate, Run, Variant, control_variants, list_searches
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
@@ -66,7 +66,7 @@ class Result:
     """
 
     variant: str
-    rate: Mapping[str, float]
+    rate: Rate
     seed: int
     curve: list[Point]
     tasks: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
@@ -268,7 +268,7 @@ def mean_loss(losses: Mapping[str, float], texts: Sequence[str]) -> float:
     return statistics.fmean(losses[name] for name in texts)
 
 
-def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Mapping[str, float] | None:
+def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate | None:
     """Return the rate with the lowest final validation loss, the first of equals; None without results."""
     best = min(searches, key=lambda one: sum(one.losses[name] for name in validation), default=None)
     return None if best is None else best.rate
