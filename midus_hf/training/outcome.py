@@ -67,7 +67,7 @@ def describe_outcome(log: Sequence[Mapping[str, Any]], saved_step: int, rates: s
         saved_step: Step of the model that is saved.
         rates: The rates of the run, as the remedy names them.
     """
-    lines, warnings = [], []
+    lines, warnings, changes = [], [], []
     lower = f"train again at lower rates than {rates}"
     for name, before, after in _measured(log, saved_step):
         label, change = _LABELS.get(name, name), after - before
@@ -77,10 +77,12 @@ def describe_outcome(log: Sequence[Mapping[str, Any]], saved_step: int, rates: s
                 warnings.append(
                     f"the model forgets: {label} lost {change:.2f} nats per token; {lower}, or with base_kl"
                 )
-        elif change > _WORSE:
+            continue
+        changes.append(change)
+        if change > _WORSE:
             warnings.append(f"the trained model is worse than the one before on {label}: {lower}")
-        elif change > -_NOTHING:
-            warnings.append(f"nothing was learned of {label}: train for more steps, or at higher rates than {rates}")
+    if changes and all(-_NOTHING < change <= _WORSE for change in changes):
+        warnings.append(f"nothing was learned of measured texts: train for more steps, or at higher rates than {rates}")
     if divergences := [event["base_divergence"] for event in log if "base_divergence" in event]:
         lines.append(
             f"divergence from the base on the texts trained on: {divergences[-1]:.4f} nats per token at the end"

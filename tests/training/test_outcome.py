@@ -27,7 +27,7 @@ def log_of(before, after, losses=(), name=HELD_OUT, steps=10):
         (
             log_of(3.0, 2.995),
             "held-out texts",
-            "nothing was learned of held-out texts: train for more steps, or at higher rates",
+            "nothing was learned of measured texts: train for more steps, or at higher rates",
         ),
         (
             log_of(3.0, 3.2),
@@ -61,6 +61,13 @@ def test_outcome_has_a_line_and_a_warning_with_its_remedy(log, line, warning):
     if warning is not None:
         assert warnings[0].startswith(warning)
         assert RATES in warnings[0]
+
+
+def test_text_that_stays_as_it_was_is_no_warning_where_another_is_learned():
+    log = [*log_of(3.0, 2.5), *log_of(3.0, 2.998, name="articles")]
+    assert describe_outcome(log, 10, RATES)[1] == []
+    log = [*log_of(3.0, 2.999), *log_of(3.0, 2.998, name="articles")]
+    assert [warning[:27] for warning in describe_outcome(log, 10, RATES)[1]] == ["nothing was learned of meas"]
 
 
 def test_outcome_names_the_divergence_from_the_base():
