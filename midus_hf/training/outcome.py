@@ -1,21 +1,31 @@
 """Whether a run learned, and what it forgot, in lines that end the run."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
+from midus_hf.evaluation.asking import glossary_of
 from midus_hf.models.view import ModelView
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 #: Names of texts that a run measures by itself, in logs and in lines.
-HELD_OUT, OWN_TEXT = "held_out", "own_text"
-_LABELS = {HELD_OUT: "held-out texts", OWN_TEXT: "texts that the model wrote before training", "": "held-out text"}
-# Own texts, and their tokens.
+HELD_OUT, OWN_TEXT, GLOSSARY = "held_out", "own_text", "glossary"
+_LABELS = {
+    HELD_OUT: "held-out texts",
+    OWN_TEXT: "texts that the model wrote before training",
+    GLOSSARY: "texts of the glossary",
+    "": "held-out text",
+}
+# Texts that the model knows before training, and which it should keep.
+_KEPT = (OWN_TEXT, GLOSSARY)
+# Own texts, and their tokens; texts of a glossary, the first ones.
 _NUM_TEXTS, _NUM_TOKENS = 8, 48
+_NUM_ENTRIES, _ENTRY_TOKENS = 32, 128
 # Nats per token: less is nothing learned, more is worse, more is forgotten, and a loss that rises.
 _NOTHING, _WORSE, _FORGOTTEN, _RISEN = 0.01, 0.005, 0.05, 0.1
 
@@ -31,12 +41,19 @@ class MeasureAtEnd(TrainerCallback):
 def measured_texts(
     held_out: "Dataset", model: Any, tokenizer: PreTrainedTokenizerBase, arguments: Any
 ) -> dict[str, "Dataset"]:
-    """Return what a run measures: held-out texts, and texts of the model itself if one process has it whole."""
+    """Return what a run measures: held-out texts, texts of the model's glossary, and texts that the model itself writes.
+
+    The last only if one process has the whole model.
+    """
+    measured = {HELD_OUT: held_out}
+    if (glossary := glossary_of(model)) is not None and len(glossary) > 0:
+        measured[GLOSSARY] = _tokenize_entries(glossary, tokenizer)
     layouts = getattr(ModelView(model).banks, "layouts", {}).values()
     reads_without_blocks = all(layout.blocks.without_ids == "generic" for layout in layouts)
     if arguments.world_size > 1 or arguments.config_name is not None or not reads_without_blocks:
-        return {HELD_OUT: held_out}
-    return {HELD_OUT: held_out, OWN_TEXT: write_own_texts(model.to(arguments.device), tokenizer, arguments.seed)}
+        return measured
+    measured[OWN_TEXT] = write_own_texts(model.to(arguments.device), tokenizer, arguments.seed)
+    return measured
 
 
 def write_own_texts(model: Any, tokenizer: PreTrainedTokenizerBase, seed: int) -> "Dataset":
@@ -59,6 +76,13 @@ def write_own_texts(model: Any, tokenizer: PreTrainedTokenizerBase, seed: int) -
     return Dataset.from_dict({"input_ids": ids.tolist()})
 
 
+def _tokenize_entries(glossary: Any, tokenizer: PreTrainedTokenizerBase) -> "Dataset":
+    from datasets import Dataset
+
+    texts = [entry.text for entry in itertools.islice(glossary, _NUM_ENTRIES)]
+    return Dataset.from_dict({"input_ids": [tokenizer(text)["input_ids"][:_ENTRY_TOKENS] for text in texts]})
+
+
 def describe_outcome(log: Sequence[Mapping[str, Any]], saved_step: int, rates: str) -> tuple[list[str], list[str]]:
     """Return lines on what a run learned, and warnings with their remedy.
 
@@ -72,7 +96,7 @@ def describe_outcome(log: Sequence[Mapping[str, Any]], saved_step: int, rates: s
     for name, before, after in _measured(log, saved_step):
         label, change = _LABELS.get(name, name), after - before
         lines.append(f"{label}: {before:.4f} nats per token before training, {after:.4f} after ({change:+.4f})")
-        if name == OWN_TEXT:
+        if name in _KEPT:
             if change > _FORGOTTEN:
                 warnings.append(
                     f"the model forgets: {label} lost {change:.2f} nats per token; {lower}, or with base_kl"
@@ -82,7 +106,9 @@ def describe_outcome(log: Sequence[Mapping[str, Any]], saved_step: int, rates: s
         if change > _WORSE:
             warnings.append(f"the trained model is worse than the one before on {label}: {lower}")
     if changes and all(-_NOTHING < change <= _WORSE for change in changes):
-        warnings.append(f"nothing was learned of measured texts: train for more steps, or at higher rates than {rates}")
+        warnings.append(
+            f"nothing was learned of measured texts: train for more steps, or at higher rates than {rates}"
+        )
     if divergences := [event["base_divergence"] for event in log if "base_divergence" in event]:
         lines.append(
             f"divergence from the base on the texts trained on: {divergences[-1]:.4f} nats per token at the end"

@@ -258,6 +258,19 @@ def test_changed_rows_or_glossary_are_not_resumed_over(base, config_for, tmp_pat
     assert finetune(config_for(**keys, resume_from_checkpoint=True)).steps == 2
 
 
+def test_texts_of_a_glossary_are_measured(base, chats, config_for, tmp_path, capsys):
+    entries = [
+        {"name": "Kestrel", "text": "The Kestrel is a gateway."},
+        {"name": "Merlin", "text": "A cache, the Merlin."},
+    ]
+    options = {"corpus": str(write_rows(tmp_path / "glossary.jsonl", entries)), "common_names": True}
+    upscale(base=base("llama"), method="packs", output=tmp_path / "model", options=options, verify=False)
+    keys = {"adapters": {"r": 2}, "trainable": "auto", "max_steps": 2, "eval_share": 0.2}
+    result = finetune(config_for(model=tmp_path / "model", data=chats, **keys))
+    assert "texts of the glossary: " in capsys.readouterr().out
+    assert len([event for event in result.log if "eval_glossary_loss" in event]) == 2
+
+
 DATED = "{{ '<|im_start|>system\\n' + strftime_now('%d %b %Y %H:%M') + '<|im_end|>\\n' }}" + CHATML
 
 
