@@ -79,7 +79,7 @@ test-newest-release: $(VENV)/installed
 	torch=$$({ echo "$$newest"; cat constraints.txt; } | grep -m1 '^torch=='); \
 	[ -d $(RELEASE) ] || $(PYTHON) -m venv $(RELEASE); \
 	$(RELEASE)/bin/python -m pip install "$$torch" && \
-	$(RELEASE)/bin/python -m pip install -U --upgrade-strategy eager "$$torch" -e . pytest pytest-xdist hypothesis && \
+	$(RELEASE)/bin/python -m pip install -U --upgrade-strategy eager "$$torch" -e '.[train]' cloudpickle ruff pytest pytest-xdist hypothesis && \
 	$(TEST_ENV) $(RELEASE)/bin/python $(PYTEST) $(RELEASE_TESTS)
 
 # Every family with every other parameter of a test, where test-newest takes pairs; and with the oldest versions, pairs.

@@ -24,14 +24,16 @@ def gcc(monkeypatch):
     return path
 
 
-def runtime_of_sanitizers(gcc) -> str:
-    """The library that a process must load before all others."""
-    path = subprocess.run(
-        [gcc, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    if not Path(path).is_absolute():
-        pytest.skip("gcc has no address sanitizer")
-    return path
+def find_runtimes(gcc) -> str:
+    """Return the libraries that a process must load before all others: exceptions of C++ are watched from the start, or never."""
+    found = []
+    for name in ("libasan.so", "libstdc++.so.6"):
+        words = [gcc, f"-print-file-name={name}"]
+        path = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+        if not Path(path).is_absolute():
+            pytest.skip(f"gcc has no {name}")
+        found.append(path)
+    return " ".join(found)
 
 
 def test_every_variant_compiles_without_warnings(gcc, monkeypatch, tmp_path):
@@ -41,12 +43,12 @@ def test_every_variant_compiles_without_warnings(gcc, monkeypatch, tmp_path):
 
 
 def test_sanitizers_find_no_access_out_of_bounds(gcc, monkeypatch, tmp_path):
-    runtime = runtime_of_sanitizers(gcc)
+    runtimes = find_runtimes(gcc)
     quick = (*build.FLAGS, "-O0")  # sanitizers make -O3 take a minute
     monkeypatch.setattr(build, "FLAGS", (*quick, *WARNINGS, *SANITIZERS))
     build.compile_library(tmp_path / "sanitized.so", variant())
     watched = {
-        "LD_PRELOAD": runtime,
+        "LD_PRELOAD": runtimes,
         "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps what it has until the end
         "PYTHONPATH": str(Path(build.__file__).parents[3]),
     }
