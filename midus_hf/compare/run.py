@@ -24,7 +24,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.evaluation.evaluate import evaluate
-from midus_hf.files.checkpoint_files import CONFIG_FILE, TOKENIZER, is_of, read_json
+from midus_hf.files.checkpoint_files import CONFIG_FILE, RUN_CONFIG, TOKENIZER, is_of, read_json
 from midus_hf.files.outputs import write_text
 from midus_hf.files.secrets import for_record, without_secrets
 from midus_hf.sources.names import saved_config
@@ -57,6 +57,7 @@ class Result:
         tasks: Metrics of the trained model by task and name.
         shuffled: Losses after the rows of the trained model's value tables were permuted; `saved`: those before.
         control: Name of a null control; `control_of`: its variant.
+        measured_rates: Rates that the run measured, by key.
         starts_at_base: Whether the upscaled model was verified to compute the same as the base; None if nothing was.
         is_causal: Whether every token is computed without later tokens.
         tokens: Number of tokens that it trained on, in `seconds`.
@@ -77,6 +78,7 @@ class Result:
     new_parameters: int = 0
     trained_parameters: int = 0
     tokens: int = 0
+    measured_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
     starts_at_base: bool | None = None
     is_causal: bool = True
     seconds: float = 0.0
@@ -203,6 +205,7 @@ def main(text: str) -> None:
 
 
 def _train(run: Run, comparison: Comparison) -> Result:
+    from midus_hf.training.output import rates_in
     from midus_hf.training.run import run_training
 
     variant, model, made = run.variant, comparison.base, dict[str, Any]()
@@ -221,6 +224,8 @@ def _train(run: Run, comparison: Comparison) -> Result:
             f"training ended after {outcome.steps} of {steps:g} steps: the corpus has fewer sequences than a batch; expected more "
             "text, or a smaller per_device_train_batch_size."
         )
+    if None in run.rate.values():
+        made["measured_rates"] = rates_in(Path(trained) / RUN_CONFIG)
     if SHUFFLED in variant.controls:
         shuffle(trained, shuffled, run.seed)
         made["saved"] = _measure_texts(trained, run, comparison)

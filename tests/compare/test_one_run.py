@@ -60,6 +60,7 @@ def kept(room, tmp_path_factory):
     moc = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": "sequence"}
     variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"train": {"learning_rate": 1e-3}}}
     variants |= {
+        "measured": {"upscale": HEADWISE, "rates": [None]},
         "moc": {"upscale": {"method": "moc", "options": moc, "verify": False}},
         "solar": {"upscale": {"method": "solar"}},
     }
@@ -91,14 +92,18 @@ def test_curve_ends_are_losses_of_packed_sequences(room, kept, tmp_path, variant
 
 def test_result_names_its_run_sizes_and_origin(room, kept):
     comparing, base, results = kept
-    (of_hml, hml), (_, full), *_ = results.values()
+    (of_hml, hml), (_, full) = results["hml"], results["full"]
     rates = {"learning_rate": 1e-2, "value_learning_rate": 1e-1}
     assert (hml.variant, hml.rate, hml.seed, hml.control) == ("hml", rates, 0, None)
     assert (full.variant, full.rate, full.shuffled) == ("full", {}, None)
+    measured = results["measured"][1]
+    assert measured.rate == {"learning_rate": None}
+    assert {*measured.measured_rates} == {*rates}
+    assert hml.measured_rates == {}
     told = {name: (one.starts_at_base, one.starts_elsewhere, one.is_causal) for name, (_, one) in results.items()}
-    expected = {"hml": (True, False, True), "full": (None, False, True)}
+    expected = {"hml": (True, False, True), "measured": (True, False, True), "full": (None, False, True)}
     assert told == {**expected, "moc": (None, True, False), "solar": (False, True, True)}
-    assert [one.start.losses == base.losses for _, one in results.values()] == [True, True, True, False]
+    assert [one.start.losses == base.losses for _, one in results.values()] == [True, True, True, True, False]
     assert (base.variant, base.curve[0].step, len(base.curve)) == ("base", 0, 1)
     size = count(room / "base")
     assert hml.new_parameters == hml.trained_parameters == count(comparing.folder(of_hml) / "upscaled") - size > 0
