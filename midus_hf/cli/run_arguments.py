@@ -96,7 +96,7 @@ def _short_run(arguments_class: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
     chosen = _short_run_keys(arguments_class)
     if keys.get("learning_rate") is not None:
         del chosen["learning_rate"]
-        if trains_new_parts(keys, recorded):
+        if recorded is not None and trains_new_parts(keys, recorded):  # other models have no values
             chosen["value_learning_rate"] = _VALUE_RATE
     if keys.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
         del chosen["num_train_epochs"]

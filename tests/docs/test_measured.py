@@ -18,6 +18,11 @@ from midus_hf.config.yaml_options import options_from_files
 ROOT = Path(__file__).parents[2]
 # The runs of each table of what is learned of one text, by what its header begins with.
 RUNS = {"| variant | trains |": "smollm2-135m-instruct-short", "| on Gemma-3-270M | trains |": "gemma-3-270m-short"}
+# Runs at measured rates by model, and those of the comparison that tried rates.
+MEASURED_RUNS = {
+    "SmolLM2-135M-Instruct": ("smollm2-135m-instruct-measured", "smollm2-135m-instruct-short"),
+    "Gemma-3-270M": ("gemma-3-270m-measured", "gemma-3-270m-short"),
+}
 CONTROLS_OF = {table.replace("trains", "itself"): table for table in RUNS}
 MEASURED = "\n\n".join((ROOT / page).read_text("utf-8") for page in ("docs/results.md", "experiments/learning.md"))
 CONTROLS = ("one-row", "random-slots", "frozen-addresses")
@@ -32,10 +37,14 @@ STATED = [
 
 
 @cache
-def results(table: str) -> list[Result]:
-    runs = ROOT / "experiments" / "results" / RUNS[table] / "runs"
+def results_in(folder: str) -> list[Result]:
+    runs = ROOT / "experiments" / "results" / folder / "runs"
     found = [read_result(path.with_suffix("")) for path in sorted(runs.rglob("seed-*.json"))]
     return [one for one in found if one is not None]
+
+
+def results(table: str) -> list[Result]:
+    return results_in(RUNS[table])
 
 
 def chosen(table: str, variant: str) -> dict[int, Result]:
@@ -74,6 +83,24 @@ def test_learning_table_is_what_the_results_say(table):
         ]
         expected.append([*cells, with_spread(spread([-fall(one, "articles") for one in runs.values()]), "+")])
     assert table_cells(table) == sorted(expected, key=lambda row: float(row[3].partition(" ")[0]), reverse=True)
+
+
+def test_table_of_measured_rates_is_what_the_results_say():
+    expected = []
+    for model, (measured, tried) in MEASURED_RUNS.items():
+        rows = []
+        for one in results_in(measured):
+            if one.seed != 0 or not one.measured_rates:
+                continue
+            others = [each for each in results_in(tried) if each.variant == one.variant and each.seed == 0]
+            best = max(others, key=lambda each: fall(each, "addresses"))
+            learned, known = fall(one, "addresses"), fall(best, "addresses")
+            rates = ", ".join(f"{rate:g}" for rate in one.measured_rates.values())
+            changes = [f"{-fall(each, 'articles'):+.3f}" for each in (one, best)]
+            rows.append([one.variant, rates, f"{learned:.3f}", f"{known:.3f}", f"{learned / known:.0%}", *changes])
+        rows.sort(key=lambda row: int(row[4].strip("%")), reverse=True)
+        expected += [[model if number == 0 else "", *row] for number, row in enumerate(rows)]
+    assert table_cells("| model | variant | rates measured |") == expected
 
 
 def test_curve_table_is_what_the_results_say():
