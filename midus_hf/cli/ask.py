@@ -52,6 +52,7 @@ def midus_ask(
         asked = [question] if question is not None else _lines_of(str(questions))
         for each in asked:
             _check_text(each)
+    from midus_hf.memories.packs.kept_readings import keep_readings
     from midus_hf.models.saved_models import load_for_reading
 
     loaded, tokenizer = load_for_reading(model, dtype, device)
@@ -64,10 +65,11 @@ def midus_ask(
         plain = True
     fetched = _fetching(loaded, model)
     chat: list[dict[str, str]] = []
-    for each in asked:
-        if questions is not None:
-            print(f"> {each}", flush=True)
-        _ask(loaded, tokenizer, model, each, chat if converses else [], plain, max_new_tokens, fetched)
+    with keep_readings(loaded):
+        for each in asked:
+            if questions is not None:
+                print(f"> {each}", flush=True)
+            _ask(loaded, tokenizer, model, each, chat if converses else [], plain, max_new_tokens, fetched)
 
 
 def _turns() -> Iterator[str]:
