@@ -65,7 +65,7 @@ def midus_ask(
         plain = True
     fetched = _fetching(loaded, model)
     chat: list[dict[str, str]] = []
-    with keep_readings(loaded):
+    with keep_readings(loaded, check_numbers=False):
         for each in asked:
             if questions is not None:
                 print(f"> {each}", flush=True)

@@ -111,7 +111,7 @@ def _measure(
         rows = text_rows("text", documents, tokenizer, model.config, joined=joined, **lengths)
         if find_paths is not None:
             rows = dataclasses.replace(rows, paths=find_paths(documents))
-        with keep_readings(model):
+        with keep_readings(model, check_numbers=False):
             losses = row_losses(model, rows, batch_size=settings.batch_size)
         bits = losses.sums.sum().item() / math.log(2)
         measured["perplexity"] = {
@@ -122,7 +122,7 @@ def _measure(
             "sequence_length": int(rows.lengths.max()),
         }
     if tasks is not None:
-        with keep_readings(model):
+        with keep_readings(model, check_numbers=False):
             measured["tasks"] = tasks.run(
                 model,
                 tokenizer,

@@ -111,7 +111,8 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
     right: dict[str, list[list[bool]]] = {}
     for key, fronts in (("packs", named), ("without", named), ("front", texts)):
         asked = [(front + each.prompt, each.text) for its, front in zip(values, fronts, strict=True) for each in its]
-        with keep_readings(model), without_memories(stack.layers, [] if key == "packs" else [service.name]):
+        switched_off = [] if key == "packs" else [service.name]
+        with keep_readings(model, check_numbers=False), without_memories(stack.layers, switched_off):
             bar = show_progress(total=len(asked), desc=key, unit=" values")
             answers = iter([*_likeliest(model, glossary.spelling.tokenizer, asked, batch_size, bar)])
         right[key] = [[next(answers) for _ in its] for its in values]
@@ -251,7 +252,7 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
     glossary: Glossary = model.glossary
     plain = tokenizer.chat_template is None
     rows: list[Row] = []
-    with keep_readings(model):
+    with keep_readings(model, check_numbers=False):
         for row in show_progress(questions, desc="questions"):
             question, expected = row["question"], row["answer"]
             ids = glossary.spelling.ids(question)

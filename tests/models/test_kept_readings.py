@@ -164,6 +164,49 @@ def test_change_of_weights_within_the_context_is_seen(change):
     assert within.dtype != before.dtype or change == "eager" or not torch.equal(within, before)
 
 
+def test_edits_that_pytorch_counts_are_seen_without_comparing_numbers():
+    for change in (CHANGES["sgd"], other_storage, loaded, normed, hooked, CHANGES["bfloat16"]):
+        model = made()
+        with keep_readings(model, check_numbers=False):
+            computed(model)
+            change(model)
+            within = computed(model)
+        assert torch.equal(within, read_anew(model))
+
+
+def test_numbers_are_compared_if_one_of_two_contexts_wants_it():
+    model = made()
+    with keep_readings(model, check_numbers=False), ThreadPoolExecutor(1) as pool:
+        computed(model)
+        pool.submit(read_anew, model).result()
+        one_number(model)
+        within = computed(model)
+    assert torch.equal(within, read_anew(model))
+
+
+def test_only_read_rows_of_the_token_table_are_compared():
+    model, table = made(), "model.embed_tokens.weight"
+    weight = model.get_parameter(table).data
+    unread = weight.shape[0] - 1
+    read = TOKENIZER(ENTRIES[1].text)["input_ids"][-1]
+    with counted() as counts, keep_readings(model):
+        logits(model, NAME_FIRST)
+        weight[unread] += 1
+        logits(model, NAME_FIRST)
+        assert counts["texts"] == 1
+        weight[read] += 1
+        logits(model, NAME_FIRST)
+        assert counts["texts"] == 2
+
+
+def test_token_table_with_other_readers_is_compared_whole():
+    model = made()
+    model.model.reader = torch.nn.Linear(1, 1)
+    assert kept_readings._token_table(model.model) is model.model.embed_tokens.weight
+    model.model.reader.weight = model.model.embed_tokens.weight
+    assert kept_readings._token_table(model.model) is None
+
+
 def test_change_of_adapters_within_the_context_is_seen():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["k_proj", "v_proj"], init_lora_weights=False)

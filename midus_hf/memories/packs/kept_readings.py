@@ -22,20 +22,23 @@ _SAMPLES = 256
 
 
 @contextlib.contextmanager
-def keep_readings(model: nn.Module, max_bytes: int = MAX_BYTES) -> Iterator[None]:
+def keep_readings(model: nn.Module, max_bytes: int = MAX_BYTES, check_numbers: bool = True) -> Iterator[None]:
     """Read each text of a glossary once, for all passes of this thread within the context.
 
     A reading is of what stands before an entry's text, and of texts, by their ids; so an edited entry is read anew. The words of a
     message are read on top of it. The readings used last are kept, and dropped at the end of the context.
 
     Whether weights, adapters, switched-off memories, hooks, autocast or the attention implementation changed is looked up each time
-    that a name opens an entry, from all numbers of the weights, which takes about as long as to generate a token. After a change
-    everything is read anew. In training mode, and in models with offloaded or quantised weights, a bank of blocks, or a memory that
-    looks at later tokens, nothing is kept.
+    that a name opens an entry. After a change everything is read anew. Seen are tensors that were replaced or moved, edits that
+    PyTorch counts, and by `check_numbers` the others: through `.data`, NumPy or a fused optimizer. Not seen are global hooks of
+    PyTorch, and what a module computes from anything else than parameters, buffers and its ids. In training mode, and in models with
+    offloaded or quantised weights, a bank of blocks, or a memory that looks at later tokens, nothing is kept.
 
     Args:
         model: A model, a part of one, or a wrapper around one; without packs, nothing happens.
         max_bytes: Number of bytes to keep of each stack's readings. Default: 1 GiB.
+        check_numbers: Whether to compare all numbers that a reading depends on, which takes about as long as to generate a token; if
+            threads differ, all compare. Default: True. False is for code that has the model to itself.
     """
     opened = []
     try:
@@ -50,6 +53,7 @@ def keep_readings(model: nn.Module, max_bytes: int = MAX_BYTES) -> Iterator[None
             if not readings.is_open:
                 readings.max_bytes = max_bytes
                 readings.enter()
+                readings.checks_numbers |= check_numbers
                 opened.append(readings)
         yield
     finally:
@@ -62,6 +66,9 @@ class _Kept(NamedTuple):
 
     heads: tuple[KeysAndValues, ...]
     cache: Cache
+    embedded: (
+        torch.Tensor | None
+    )  # rows of the token table that were read, `[T, D]`; None if the whole table is compared
     num_bytes: int
 
 
@@ -74,6 +81,7 @@ class KeptReadings(ThreadScope):
         self.drop()
 
     def drop(self) -> None:
+        self.checks_numbers = False
         self._readings: dict[tuple[tuple[int, ...], tuple[int, ...]], _Kept] = {}
         self._state: list[Any] = []
 
@@ -84,7 +92,8 @@ class KeptReadings(ThreadScope):
         self, model: HostStack, run: Any, reader: PackReader, texts: Mapping[PackKey, TextIds], device: Any
     ) -> dict[PackKey, Pack]:
         """Return packs of texts, of readings that are kept, or that this call keeps."""
-        state = _state_of(model)
+        table = _token_table(model) if self.checks_numbers else None
+        state = _state_of(model, self.checks_numbers, table)
         if state is None:
             return reader.read(run, texts, device)
         with CHANGING:
@@ -96,8 +105,9 @@ class KeptReadings(ThreadScope):
             named = ids.prefix, ids.text
             with CHANGING:
                 kept = readings.pop(named, None)
-            if kept is None:
-                kept = _read(model, run, ids, device)
+            embedded = None if table is None else table.detach()[[*ids.prefix, *ids.text]]
+            if kept is None or not _are_equal(kept.embedded, embedded):
+                kept = _read(model, run, ids, device, embedded)
             with CHANGING:
                 readings[named] = kept
                 num_bytes = 0
@@ -109,7 +119,7 @@ class KeptReadings(ThreadScope):
         return packs
 
 
-def _read(model: HostStack, run: Any, ids: TextIds, device: Any) -> _Kept:
+def _read(model: HostStack, run: Any, ids: TextIds, device: Any, embedded: torch.Tensor | None) -> _Kept:
     cache = DynamicCache(config=model.config)
     tokens = torch.tensor([[*ids.prefix, *ids.text]], device=device)
     positions = torch.arange(tokens.shape[1], device=device)[None]
@@ -119,7 +129,8 @@ def _read(model: HostStack, run: Any, ids: TextIds, device: Any) -> _Kept:
     for layer in cache.layers:
         held = (each for each in vars(layer).values() if isinstance(each, torch.Tensor))
         tensors |= {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
-    return _Kept(heads, cache, sum(tensors.values()))
+    num_bytes = sum(tensors.values()) + (0 if embedded is None else embedded.nbytes)
+    return _Kept(heads, cache, embedded, num_bytes)
 
 
 def _with_words(run: Any, kept: _Kept, ids: TextIds, device: Any) -> tuple[KeysAndValues, ...]:
@@ -137,8 +148,17 @@ def _with_words(run: Any, kept: _Kept, ids: TextIds, device: Any) -> tuple[KeysA
     )
 
 
-def _state_of(model: HostStack) -> list[Any] | None:
-    """Return all that a reading of a model depends on but the ids; None if it cannot be told."""
+def _token_table(model: HostStack) -> torch.Tensor | None:
+    """Return the table of tokens, if passes read only the rows of their ids; otherwise None."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    if not isinstance(embedding, nn.Embedding) or hasattr(embedding, "adapter_layer_names"):
+        return None
+    owners = [each for each in model.modules() if any(own is embedding.weight for own in each._parameters.values())]
+    return embedding.weight if len(owners) == 1 else None
+
+
+def _state_of(model: HostStack, checks_numbers: bool, table: torch.Tensor | None) -> list[Any] | None:
+    """Return all that a reading depends on except its ids and the numbers of the token table; None if it cannot be told."""
     has_blocks = any(isinstance(each, BankService) for key, each in model.services.items() if key != "packs")
     if has_blocks or not are_causal(memories_of(model.config)):
         return None
@@ -157,12 +177,16 @@ def _state_of(model: HostStack) -> list[Any] | None:
             names = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")
             told += [repr(getattr(module, name, None)) for name in names]
     for tensor in tensors:
-        told += [tensor, tensor.dtype, tensor.device, tensor.data_ptr(), *_content(tensor.detach())]
+        told += [tensor, tensor.dtype, tensor.device, tensor.data_ptr()]
+        has_version = not tensor.is_inference()
+        told.append(tensor._version if has_version else None)
+        if tensor is not table and (checks_numbers or not has_version):
+            told += _content(tensor.detach())
     return told
 
 
 def _content(tensor: torch.Tensor) -> tuple[int, list[int]]:
-    """Return the sum of a tensor's bits, and some of its numbers: `.data` and fused optimizers leave no other trace."""
+    """Return the sum of a tensor's bits, and some of its numbers, since a sum does not see an exchange."""
     flat = tensor.reshape(-1)
     num_bytes, first = flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size()
     wide = next(
@@ -172,6 +196,12 @@ def _content(tensor: torch.Tensor) -> tuple[int, list[int]]:
     )
     bits = flat.view(wide)
     return int(bits.sum()), bits[:: max(1, len(bits) // _SAMPLES)].tolist()
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
 
 
 def _are_same(state: list[Any], other: list[Any]) -> bool:
