@@ -10,10 +10,11 @@ import pytest
 import torch
 from evaluation.byte_models import save_byte_model
 from models.fresh_process import run_python
+from models.pack_models import chat_tokenizer
 from pairs import by_default, taking_turns
-from tiny import FAMILIES
+from tiny import FAMILIES, save_tiny_model
 
-from benchmarks import models, ops, streaming
+from benchmarks import models, ops, packs, streaming
 from benchmarks import upscale as upscale_bench
 from benchmarks.measuring import append, is_out_of_memory, peak_bytes, run_columns
 from benchmarks.models import METHODS, Point, build, measure, new_parameters, read_base, set_trained, variant_of
@@ -198,6 +199,18 @@ def test_generated_stream_is_read_once_and_continues(tmp_path):
     assert int(row["sequences"]) == 1000 * 401 // 64 and float(row["tokens_per_second"]) > 0
     assert 0 < int(row["buffer_mb"]) <= int(row["tenth_mb"]) <= int(row["peak_mb"])
     assert [path.name for path in tmp_path.iterdir()] == ["streaming.csv"]
+
+
+def test_first_tokens_are_measured_by_turns(tmp_path):
+    base = save_tiny_model("llama", tmp_path / "base")
+    chat_tokenizer().save_pretrained(base)
+    words = ["--base", str(base), "--texts", "8,16", "--rounds", "2"]
+    assert packs.main(words, tmp_path / "packs.csv") == 0
+    rows = read_rows(tmp_path / "packs.csv")
+    variants = {(row["tokens"], row["variant"]) for row in rows}
+    assert len(variants) == len(rows) and {tokens for tokens, _ in variants} == {"8", "16"}
+    assert {"base", packs.IN_FRONT, "packs, name in front, kept"} < {variant for _, variant in variants}
+    assert all(float(row["seconds"]) > 0 and float(row["of_front"]) > 0 for row in rows)
 
 
 def test_result_is_stripped_edited_and_loaded(tmp_path, monkeypatch):
