@@ -29,10 +29,11 @@ def keep_readings(model: nn.Module, max_bytes: int = MAX_BYTES, check_numbers: b
     message are read on top of it. The readings used last are kept, and dropped at the end of the context.
 
     Whether weights, adapters, switched-off memories, hooks, autocast or the attention implementation changed is looked up each time
-    that a name opens an entry. After a change everything is read anew. Seen are tensors that were replaced or moved, edits that
-    PyTorch counts, and by `check_numbers` the others: through `.data`, NumPy or a fused optimizer. Not seen are global hooks of
-    PyTorch, and what a module computes from anything else than parameters, buffers and its ids. In training mode, and in models with
-    offloaded or quantised weights, a bank of blocks, or a memory that looks at later tokens, nothing is kept.
+    that a name opens an entry. After a change everything is read anew. Seen are tensors that were replaced or moved, and edits that
+    PyTorch counts; with `check_numbers` also those through `.data`, NumPy or a fused optimizer, unless they leave a tensor's sum and
+    256 of its numbers as they were. Not seen are global hooks of PyTorch, and other attributes by which a module computes. In
+    training mode, and in models with offloaded or quantised weights, a bank of blocks, or a memory that looks at later tokens,
+    nothing is kept.
 
     Args:
         model: A model, a part of one, or a wrapper around one; without packs, nothing happens.
@@ -49,12 +50,12 @@ def keep_readings(model: nn.Module, max_bytes: int = MAX_BYTES, check_numbers: b
             with CHANGING:
                 if service.store.readings is None:
                     service.store.readings = KeptReadings()
-            readings = service.store.readings
-            if not readings.is_open:
-                readings.max_bytes = max_bytes
-                readings.enter()
-                readings.checks_numbers |= check_numbers
-                opened.append(readings)
+                readings = service.store.readings
+                if not readings.is_open:
+                    readings.max_bytes = max_bytes
+                    readings.enter()
+                    readings.checks_numbers |= check_numbers
+                    opened.append(readings)
         yield
     finally:
         for readings in opened:
@@ -66,9 +67,8 @@ class _Kept(NamedTuple):
 
     heads: tuple[KeysAndValues, ...]
     cache: Cache
-    embedded: (
-        torch.Tensor | None
-    )  # rows of the token table that were read, `[T, D]`; None if the whole table is compared
+    # Rows of the token table that were read, `[T, D]`; None if the state has the whole table.
+    embedded: torch.Tensor | None
     num_bytes: int
 
 
