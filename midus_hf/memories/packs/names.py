@@ -415,4 +415,8 @@ def _byte_of_character() -> Mapping[str, int]:
 
 def is_text(text: str) -> bool:
     """Return whether a text can be written in UTF-8: it has no half of a pair of surrogates."""
-    return not any("\ud800" <= sign <= "\udfff" for sign in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
