@@ -76,10 +76,10 @@ def greedy_answer(model: Any, inputs: "BatchEncoding", max_new_tokens: int, **op
 class Conversation:
     """Greedy answers to chats of one model, of which each computes only what the chat before it did not have.
 
-    The cache of the last answer is kept, and used for the tokens with which the next chat also begins. Everything is computed anew
-    after an answer that broke off, where the arguments of `generate` changed, such as the blocks of a bank that are fetched, and
-    where the cache has no way back to that beginning: one that the model's settings choose, windows, and states of memories and
-    layers that sum up all tokens before, or too many of them.
+    The cache of the last answer is kept, and read for the tokens with which the next chat begins too. A chat is computed whole after
+    an answer that broke off; where other arguments of `generate` come with it, such as other blocks of a bank; and where the cache
+    cannot be cropped: another class than `DynamicCache`, windows that were left, linear attention, memories that route by all tokens
+    before, and states from which more tokens are taken back than they keep.
 
     Args:
         model: The model.
@@ -130,11 +130,11 @@ class Conversation:
         )
         # At least the last token is computed, for its logits.
         num_common = _num_common(self._ids, ids[:-1])
-        if not (is_same and num_common and self._can_be_passed(cache)):
+        if not (is_same and num_common and self._is_reusable(cache)):
             return None
         return cache if _crop(cache, len(self._ids) - num_common) else None
 
-    def _can_be_passed(self, cache: Cache | None) -> bool:
+    def _is_reusable(self, cache: Cache | None) -> bool:
         has_own = self._model.generation_config.cache_implementation is not None
         return type(cache) is DynamicCache and cache.is_croppable and not has_own
 
