@@ -62,7 +62,7 @@ def test_conversation_has_the_answers_of_whole_chats(family):
 
 
 @pytest.mark.parametrize("name", [*CROPPABLE, "chunk"])
-def test_conversation_with_memories_has_the_answers_of_whole_chats(name, tmp_path):
+def test_memories_have_the_answers_of_whole_chats(name, tmp_path):
     model, given = case_model(name, tmp_path)
     check_turns(model, **given)
 
@@ -97,7 +97,7 @@ def test_tokens_before_a_window_are_computed_again():
         assert lengths[0] == len(chat) + len(words(3))
 
 
-def test_more_tokens_than_a_memory_can_take_back_are_computed_again(tmp_path):
+def test_chat_is_computed_whole_beyond_what_states_take_back(tmp_path):
     model, _ = case_model("packs", tmp_path)
     conversation, chat = Conversation(model), words(1)
     conversation.answer(inputs_of([*chat, *words(2, SPARE_TOKENS)]), NEW_TOKENS)

@@ -164,7 +164,7 @@ def test_change_of_weights_within_the_context_is_seen(change):
     assert within.dtype != before.dtype or change == "eager" or not torch.equal(within, before)
 
 
-def test_edits_that_pytorch_counts_are_seen_without_comparing_numbers():
+def test_counted_edits_are_seen_without_comparing_numbers():
     for change in (CHANGES["sgd"], other_storage, loaded, normed, hooked, CHANGES["bfloat16"]):
         model = made()
         with keep_readings(model, check_numbers=False):
