@@ -1,4 +1,4 @@
-"""What grows with a glossary: up-scaling, loading, a first token, an edit and `look touched`, by the number of entries.
+"""Measure what grows with a glossary: upscaling, loading, a first token, an edit, `look touched`.
 
     python -m benchmarks.glossaries                                # SmolLM2-135M-Instruct, 10, 1,000 and 50,000 entries
     python -m benchmarks.glossaries --base FOLDER --entries 10,1000
@@ -66,7 +66,7 @@ def write_entries(path: Path, names: list[str]) -> None:
 
 
 def spent(command: list[str]) -> tuple[float, float, str]:
-    """Run a process; return its processor time in seconds, its peak of resident memory in GB, and its output."""
+    """Run a process; return its processor seconds, its peak of resident memory in GB, and its output."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, stdout=output, stderr=errors)
         _, status, usage = os.wait4(process.pid, 0)

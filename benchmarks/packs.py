@@ -1,4 +1,4 @@
-"""Processor time to the first token of an answer: the base, an entry's text in front of the question, and packs.
+"""Measure the time to the first token of an answer: the base, a text in the prompt, and packs.
 
     python -m benchmarks.packs                                        # SmolLM2-135M-Instruct, texts of 32, 128 and 512 tokens
     python -m benchmarks.packs --base FOLDER --texts 32,128 --rounds 5
@@ -66,7 +66,7 @@ class Asker:
         return question_inputs(self.model, self.tokenizer, message, name="the model", chat=turns)
 
     def first_token(self, message: str, is_read: bool = False) -> float:
-        """Return seconds to the first token of an answer, with what the question opens read before, if `is_read`."""
+        """Return seconds to the first token; if `is_read`, what the question opens was read before."""
         inputs = self.inputs(message)
         if is_read:
             greedy_answer(self.model, inputs, 1)

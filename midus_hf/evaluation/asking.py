@@ -74,7 +74,7 @@ def greedy_answer(model: Any, inputs: "BatchEncoding", max_new_tokens: int, **op
 
 
 class Conversation:
-    """Greedy answers to chats of one model, of which each computes only what the chat before it did not have.
+    """Greedy answers of a model to chats, each computing only what the chat before it did not have.
 
     The cache of the last answer is kept, and read for the tokens with which the next chat begins too. A chat is computed whole after
     an answer that broke off; where other arguments of `generate` come with it, such as other blocks of a bank; and where the cache
@@ -122,7 +122,7 @@ class Conversation:
         return written[len(ids) :]
 
     def _take_cache(self, ids: list[int], options: dict[str, torch.Tensor]) -> Cache | None:
-        """Return the cache of the beginning of a chat, which is no longer kept; None if the chat is computed whole."""
+        """Return the cache of a chat's beginning, and keep it no longer; None if there is none."""
         cache = self._cache
         self._cache = None
         is_same = options.keys() == self._options.keys() and all(

@@ -77,7 +77,7 @@ def _cache_of(memory: MemoryModule) -> "DecodeCache | None":
 
 
 class ThreadScope:
-    """Which threads are within a context, and what their passes read, dropped when the last one leaves; not copied or saved."""
+    """Threads within a context, and what their passes read until the last one leaves; never saved."""
 
     def __init__(self) -> None:
         self._inside = threading.local()  # `now` if passes of this thread read what is kept

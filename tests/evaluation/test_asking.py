@@ -1,4 +1,4 @@
-"""A conversation: its answers are those of chats that are computed whole, and each turn computes what is new."""
+"""A conversation answers as whole chats are answered, and each turn computes what is new."""
 
 import contextlib
 
@@ -45,7 +45,7 @@ def case_model(name, tmp_path):
 
 
 def check_turns(model, **options):
-    """Check the answers of a chat that grows, drops a part of an answer, is asked again, and begins anew."""
+    """Check answers of a chat that grows, drops a part of an answer, is asked again, and begins anew."""
     conversation, chat = Conversation(model), words(1)
     first = conversation.answer(inputs_of(chat), NEW_TOKENS, **options).tolist()
     assert first == whole(model, chat, **options)

@@ -158,7 +158,7 @@ def _token_table(model: HostStack) -> torch.Tensor | None:
 
 
 def _state_of(model: HostStack, checks_numbers: bool, table: torch.Tensor | None) -> list[Any] | None:
-    """Return all that a reading depends on except its ids and the numbers of the token table; None if it cannot be told."""
+    """Return what readings depend on in addition to ids and a token table; None if it is not known."""
     has_blocks = any(isinstance(each, BankService) for key, each in model.services.items() if key != "packs")
     if has_blocks or not are_causal(memories_of(model.config)):
         return None

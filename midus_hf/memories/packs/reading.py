@@ -32,7 +32,7 @@ class Pack(NamedTuple):
 
 
 class TextIds(NamedTuple):
-    """Ids that are read for a pack: those before it, those of the texts, and the words of the message after them."""
+    """Ids that are read for a pack: before it, of its texts, and the words of the message after them."""
 
     prefix: tuple[int, ...]
     text: tuple[int, ...]
@@ -133,7 +133,7 @@ class PackReader:
 
 
 def record_pass(run: Any, ids: torch.Tensor, positions: torch.Tensor, cache: Cache | None = None) -> Recording:
-    """Run a pass over texts, `[B, T]`, after what a cache holds, if one is given; return what attention read."""
+    """Run a pass over texts, `[B, T]`, after those of a cache, if any; return what attention read."""
     recording = Recording()
     run(
         input_ids=ids,
