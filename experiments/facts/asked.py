@@ -17,6 +17,7 @@ from material.articles import articles
 from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.answers import read_numbers
 from midus_hf.memories.packs.glossary import entry_of, joined
+from midus_hf.memories.packs.kept_readings import keep_readings
 from midus_hf.memories.packs.names import NameIndex, TokenSpelling, find_names, name_of, names_in
 
 ROWS_AT_ONCE = 30
@@ -131,13 +132,14 @@ class Asked:
     def continued(self, prompts: Sequence[str], tokens: int) -> list[str]:
         """Return greedy continuations."""
         new = [*dict.fromkeys(prompt for prompt in prompts if (prompt, tokens) not in self._said)]
-        for first in range(0, len(new), ROWS_AT_ONCE):
-            part = new[first : first + ROWS_AT_ONCE]
-            inputs = self.tokenizer(part, return_tensors="pt", padding=True)
-            pad = self.tokenizer.pad_token_id
-            made = self.model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=pad)
-            said = self.tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            self._said |= {(prompt, tokens): answer for prompt, answer in zip(part, said, strict=True)}
+        with keep_readings(self.model):
+            for first in range(0, len(new), ROWS_AT_ONCE):
+                part = new[first : first + ROWS_AT_ONCE]
+                inputs = self.tokenizer(part, return_tensors="pt", padding=True)
+                pad = self.tokenizer.pad_token_id
+                made = self.model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=pad)
+                said = self.tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+                self._said |= {(prompt, tokens): answer for prompt, answer in zip(part, said, strict=True)}
         return [self._said[prompt, tokens] for prompt in prompts]
 
     def lists(self, entries: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -15,6 +15,7 @@ from midus_hf.sources.names import check_dtype, check_model_name
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from midus_hf.evaluation.asking import Conversation
     from midus_hf.memories.packs.glossary import Glossary
 
 app = command_line()
@@ -52,6 +53,8 @@ def midus_ask(
         asked = [question] if question is not None else _lines_of(str(questions))
         for each in asked:
             _check_text(each)
+    from midus_hf.evaluation.asking import Conversation
+    from midus_hf.memories.packs.kept_readings import keep_readings
     from midus_hf.models.saved_models import load_for_reading
 
     loaded, tokenizer = load_for_reading(model, dtype, device)
@@ -63,11 +66,14 @@ def midus_ask(
         print("the model has no chat template: the question is continued as text", file=sys.stderr)
         plain = True
     fetched = _fetching(loaded, model)
-    chat: list[dict[str, str]] = []
-    for each in asked:
-        if questions is not None:
-            print(f"> {each}", flush=True)
-        _ask(loaded, tokenizer, model, each, chat if converses else [], plain, max_new_tokens, fetched)
+    conversation = Conversation(loaded)
+    with keep_readings(loaded, check_numbers=False):
+        for each in asked:
+            if questions is not None:
+                print(f"> {each}", flush=True)
+            if not converses:
+                conversation = Conversation(loaded)
+            _ask(conversation, loaded, tokenizer, model, each, plain, max_new_tokens, fetched)
 
 
 def _turns() -> Iterator[str]:
@@ -113,30 +119,30 @@ def _lines_of(path: str) -> list[str]:
 
 
 def _ask(
+    conversation: "Conversation",
     loaded: "PreTrainedModel",
     tokenizer: Any,
     name: str,
     question: str,
-    chat: list[dict[str, str]],
     plain: bool,
     max_new_tokens: int,
     fetched: Any,
 ) -> None:
-    """Print the answer as it is written, and on standard error what it reads; add both to the chat."""
+    """Print the answer as it is written, and on standard error what it reads; add both to the conversation."""
     from transformers import TextStreamer
 
-    from midus_hf.evaluation.asking import glossary_of, greedy_answer, question_inputs
+    from midus_hf.evaluation.asking import glossary_of, question_inputs
 
     glossary = glossary_of(loaded)
     in_front = "" if glossary is None else glossary.names_in_front(question, in_chat=not plain)
     message = in_front + question
-    inputs = question_inputs(loaded, tokenizer, message, name=name, chat=chat, plain=plain)
+    inputs = question_inputs(loaded, tokenizer, message, name=name, chat=conversation.messages, plain=plain)
     if glossary is not None:
         _print_open_entries(glossary, question, inputs["input_ids"][0].tolist(), in_front.split("\n")[:-1])
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    written = greedy_answer(loaded, inputs, max_new_tokens, **fetched(question), streamer=streamer)
+    written = conversation.answer(inputs, max_new_tokens, streamer=streamer, **fetched(question))
     answer = tokenizer.decode(written, skip_special_tokens=True)
-    chat += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+    conversation.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
 
 def _print_open_entries(glossary: "Glossary", question: str, ids: list[int], in_front: list[str]) -> None:

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
+from transformers import Cache, DynamicCache
 
 from midus_hf.config.errors import RequestError, as_request_error
+from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.sources.tokenizers import check_ids
 
 if TYPE_CHECKING:
@@ -69,3 +71,85 @@ def greedy_answer(model: Any, inputs: "BatchEncoding", max_new_tokens: int, **op
     """Return the likeliest continuation, `[new tokens]`, int64; `options` are arguments of `generate`."""
     written = model.generate(**inputs, **options, **GREEDY, max_new_tokens=max_new_tokens)
     return written[0, inputs["input_ids"].shape[1] :]
+
+
+class Conversation:
+    """Greedy answers of a model to chats, each computing only what the chat before it did not have.
+
+    The cache of the last answer is kept, and read for the tokens with which the next chat begins too. A chat is computed whole after
+    an answer that broke off; where other arguments of `generate` come with it, such as other blocks of a bank; and where the cache
+    cannot be cropped: another class than `DynamicCache`, windows that were left, linear attention, memories that route by all tokens
+    before, and states from which more tokens are taken back than they keep.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: Any):
+        #: Messages so far, for a chat template, which the caller adds.
+        self.messages: list[dict[str, str]] = []
+        self._model = model
+        self._cache: Cache | None = None
+        self._ids: list[int] = []  # of the tokens in the cache
+        self._options: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def answer(
+        self, inputs: "BatchEncoding", max_new_tokens: int, *, streamer: Any = None, **options: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the likeliest continuation of a chat, `[new tokens]`, int64.
+
+        Args:
+            inputs: Ids and mask of the chat, `[1, T]`, without padding.
+            max_new_tokens: Largest number of tokens.
+            streamer: Gets tokens as they are written. Default: none.
+            **options: Arguments of `generate` that change what is computed of the chat, as `memory_ids`.
+        """
+        ids = inputs["input_ids"][0].tolist()
+        output = self._model.generate(
+            **inputs,
+            **options,
+            **GREEDY,
+            **{CACHE: self._take_cache(ids, options)},
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            return_dict_in_generate=True,
+        )
+        (written,) = output.sequences
+        self._cache = output.get(CACHE)
+        self._ids = written[:-1].tolist()
+        self._options = options
+        return written[len(ids) :]
+
+    def _take_cache(self, ids: list[int], options: dict[str, torch.Tensor]) -> Cache | None:
+        """Return the cache of a chat's beginning, and keep it no longer; None if there is none."""
+        cache = self._cache
+        self._cache = None
+        is_same = options.keys() == self._options.keys() and all(
+            torch.equal(each, self._options[name]) for name, each in options.items()
+        )
+        # At least the last token is computed, for its logits.
+        num_common = _num_common(self._ids, ids[:-1])
+        if not (is_same and num_common and self._is_reusable(cache)):
+            return None
+        return cache if _crop(cache, len(self._ids) - num_common) else None
+
+    def _is_reusable(self, cache: Cache | None) -> bool:
+        has_own = self._model.generation_config.cache_implementation is not None
+        return type(cache) is DynamicCache and cache.is_croppable and not has_own
+
+
+def _num_common(ids: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many ids both begin with."""
+    differing = (at for at, pair in enumerate(zip(ids, other, strict=False)) if pair[0] != pair[1])
+    return next(differing, min(len(ids), len(other)))
+
+
+def _crop(cache: Any, num_tokens: int) -> bool:
+    """Take back the last tokens; return whether the cache could, which is otherwise of no use any more."""
+    if num_tokens:
+        try:
+            cache.crop(-num_tokens)
+        except (RequestError, RuntimeError):  # of memories, and of windows and states
+            return False
+    return True

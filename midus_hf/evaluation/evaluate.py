@@ -89,6 +89,7 @@ def _measure(
 ) -> dict[str, Any]:
     from midus_hf.evaluation.fetching import fetches_blocks
     from midus_hf.evaluation.text_rows import row_losses, text_rows
+    from midus_hf.memories.packs.kept_readings import keep_readings
     from midus_hf.models.saved_models import load_for_reading
 
     trusted = settings.trust_remote_code
@@ -110,7 +111,8 @@ def _measure(
         rows = text_rows("text", documents, tokenizer, model.config, joined=joined, **lengths)
         if find_paths is not None:
             rows = dataclasses.replace(rows, paths=find_paths(documents))
-        losses = row_losses(model, rows, batch_size=settings.batch_size)
+        with keep_readings(model, check_numbers=False):
+            losses = row_losses(model, rows, batch_size=settings.batch_size)
         bits = losses.sums.sum().item() / math.log(2)
         measured["perplexity"] = {
             "perplexity": losses.perplexity,
@@ -120,14 +122,15 @@ def _measure(
             "sequence_length": int(rows.lengths.max()),
         }
     if tasks is not None:
-        measured["tasks"] = tasks.run(
-            model,
-            tokenizer,
-            num_fewshot=settings.num_fewshot,
-            limit=settings.limit,
-            batch_size=settings.batch_size,
-            find_paths=find_paths if settings.retriever is not None else None,
-        )
+        with keep_readings(model, check_numbers=False):
+            measured["tasks"] = tasks.run(
+                model,
+                tokenizer,
+                num_fewshot=settings.num_fewshot,
+                limit=settings.limit,
+                batch_size=settings.batch_size,
+                find_paths=find_paths if settings.retriever is not None else None,
+            )
     return measured
 
 

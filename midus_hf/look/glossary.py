@@ -17,6 +17,7 @@ from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.packs.glossary import Glossary
+from midus_hf.memories.packs.kept_readings import keep_readings
 from midus_hf.memories.packs.names import names_in
 from midus_hf.models.view import lacking
 from midus_hf.sources.progress import show_progress
@@ -110,7 +111,8 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
     right: dict[str, list[list[bool]]] = {}
     for key, fronts in (("packs", named), ("without", named), ("front", texts)):
         asked = [(front + each.prompt, each.text) for its, front in zip(values, fronts, strict=True) for each in its]
-        with without_memories(stack.layers, [] if key == "packs" else [service.name]):
+        switched_off = [] if key == "packs" else [service.name]
+        with keep_readings(model, check_numbers=False), without_memories(stack.layers, switched_off):
             bar = show_progress(total=len(asked), desc=key, unit=" values")
             answers = iter([*_likeliest(model, glossary.spelling.tokenizer, asked, batch_size, bar)])
         right[key] = [[next(answers) for _ in its] for its in values]
@@ -250,21 +252,22 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
     glossary: Glossary = model.glossary
     plain = tokenizer.chat_template is None
     rows: list[Row] = []
-    for row in show_progress(questions, desc="questions"):
-        question, expected = row["question"], row["answer"]
-        ids = glossary.spelling.ids(question)
-        names = glossary.names_in_front(question, in_chat=not plain)
-        texts = "".join(f"{glossary[number].text}\n\n" for number in glossary.named(ids))
-        said = {}
-        for key, in_front in (("packs", names), ("without", names), ("front", texts)):
-            with without_memories(stack.layers, [] if key == "packs" else [service.name]):
-                inputs = question_inputs(model, tokenizer, in_front + question, name=name, plain=plain)
-                answer = tokenizer.decode(greedy_answer(model, inputs, _ANSWER_TOKENS), skip_special_tokens=True)
-            said[key] = " ".join(answer.split())
-        right, without, front = (has_answer(answer, expected) for answer in said.values())
-        forms = ", ".join(f"{form}: {glossary[number].names[0]}" for form, number in glossary.forms(ids).items())
-        judged = {"right": right, "without": without, "front": front, "said": said["packs"], "read_as": forms}
-        rows.append({"question": question, "answer": expected, **judged})
+    with keep_readings(model, check_numbers=False):
+        for row in show_progress(questions, desc="questions"):
+            question, expected = row["question"], row["answer"]
+            ids = glossary.spelling.ids(question)
+            names = glossary.names_in_front(question, in_chat=not plain)
+            texts = "".join(f"{glossary[number].text}\n\n" for number in glossary.named(ids))
+            said = {}
+            for key, in_front in (("packs", names), ("without", names), ("front", texts)):
+                with without_memories(stack.layers, [] if key == "packs" else [service.name]):
+                    inputs = question_inputs(model, tokenizer, in_front + question, name=name, plain=plain)
+                    answer = tokenizer.decode(greedy_answer(model, inputs, _ANSWER_TOKENS), skip_special_tokens=True)
+                said[key] = " ".join(answer.split())
+            right, without, front = (has_answer(answer, expected) for answer in said.values())
+            forms = ", ".join(f"{form}: {glossary[number].names[0]}" for form, number in glossary.forms(ids).items())
+            judged = {"right": right, "without": without, "front": front, "said": said["packs"], "read_as": forms}
+            rows.append({"question": question, "answer": expected, **judged})
     return sorted(rows, key=lambda row: row["right"])
 
 

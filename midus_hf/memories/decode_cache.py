@@ -64,19 +64,57 @@ def decode_cache(model: nn.Module) -> Iterator[None]:
 
 
 # Held while kept tensors are made and dropped, which several threads may read.
-_CHANGING = threading.RLock()
+CHANGING = threading.RLock()
 
 
 def _cache_of(memory: MemoryModule) -> "DecodeCache | None":
     """Return the cache of a memory, kept because code would be recompiled for another object."""
-    with _CHANGING:
+    with CHANGING:
         if memory.decode_cache is None:
             make = next((CACHES[each] for each in type(memory).__mro__ if each in CACHES), None)
             memory.decode_cache = None if make is None else make(memory)
     return memory.decode_cache
 
 
-class DecodeCache:
+class ThreadScope:
+    """Threads within a context, and what their passes read until the last one leaves; never saved."""
+
+    def __init__(self) -> None:
+        self._inside = threading.local()  # `now` if passes of this thread read what is kept
+        self._num_threads = 0
+
+    @property
+    def is_open(self) -> bool:
+        """True if passes of this thread read what is kept."""
+        return getattr(self._inside, "now", False)
+
+    def enter(self) -> None:
+        """Let passes of this thread, which is not within the context, read what is kept."""
+        with CHANGING:
+            self._num_threads += 1
+        self._inside.now = True
+
+    def close(self) -> None:
+        """Stop passes of this thread from reading what is kept."""
+        self._inside.now = False
+        with CHANGING:
+            self._num_threads -= 1
+            if self._num_threads == 0:
+                self.drop()
+
+    def drop(self) -> None:
+        """Drop what is kept, while no thread reads it."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_inside": None, "_num_threads": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _inside=threading.local())
+        self.drop()
+
+
+class DecodeCache(ThreadScope):
     """Tensors derived from a module's parameters, made and dropped by `decode_cache`; not copied or saved.
 
     Args:
@@ -86,45 +124,33 @@ class DecodeCache:
     """
 
     def __init__(self, parameters: tuple[str, ...], derive: Callable[..., Any], as_stored: bool = False):
+        super().__init__()
         self._parameters, self._derive, self._as_stored = parameters, derive, as_stored
         self._getters = tuple(map(attrgetter, parameters))
-        self._inside = threading.local()  # `now` if passes of this thread read the tensors
         self._derived: Any = None
         self._sources: tuple[torch.Tensor, ...] = ()
         self._stored_dtype: torch.dtype | None = None
-        self._num_readers = 0
-
-    @property
-    def is_open(self) -> bool:
-        """True if passes of this thread read kept tensors."""
-        return getattr(self._inside, "now", False)
 
     def open(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> bool:
         """Make passes of this thread read the tensors, if possible; return whether this call changed that."""
         if self.is_open:
             return False
-        with _CHANGING:
+        with CHANGING:
             if self._derived is None:
                 self._fill(module, tables)
             if self._derived is None:
                 return False
-            self._num_readers += 1
-        self._inside.now = True
+            self.enter()
         return True
 
-    def close(self) -> None:
-        """Stop passes of this thread from reading the tensors, which are dropped when no thread reads them."""
-        self._inside.now = False
-        with _CHANGING:
-            self._num_readers -= 1
-            if self._num_readers == 0:
-                self._derived, self._sources = None, ()
+    def drop(self) -> None:
+        self._derived, self._sources = None, ()
 
     def _fill(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> None:
         if any(hasattr(part, "_hf_hook") for part in module.modules()) or not self._is_plain(module, tables):
             return
         sources = tuple(tables[name] if name in tables else attrgetter(name)(module) for name in self._parameters)
-        if not all(map(_is_local_tensor, sources)):
+        if not all(map(is_local_tensor, sources)):
             return
         with torch.no_grad():
             derived = self._derive(*(source if self._as_stored else _as_computed_with(source) for source in sources))
@@ -160,10 +186,7 @@ class DecodeCache:
         return is_plain and all(name in tables or "." in name or hasattr(module, name) for name in self._parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_inside": None, "_derived": None, "_sources": (), "_num_readers": 0}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _inside=threading.local())
+        return {**super().__getstate__(), "_derived": None, "_sources": ()}
 
 
 def _tables_of_readers(model: Any) -> dict[int, Mapping[str, torch.Tensor]]:
@@ -178,7 +201,7 @@ def _tables_of_readers(model: Any) -> dict[int, Mapping[str, torch.Tensor]]:
     return tables_of
 
 
-def _is_local_tensor(parameter: torch.Tensor) -> bool:
+def is_local_tensor(parameter: torch.Tensor) -> bool:
     """Return whether a tensor is plain, unsharded and not meta."""
     return (
         type(parameter) in (nn.Parameter, torch.Tensor) and parameter.device.type != "meta" and parameter.numel() > 0

@@ -4,22 +4,25 @@ import csv
 import functools
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from evaluation.byte_models import save_byte_model
 from models.fresh_process import run_python
+from models.pack_models import chat_tokenizer
 from pairs import by_default, taking_turns
-from tiny import FAMILIES
+from tiny import FAMILIES, save_tiny_model
 
-from benchmarks import models, ops, streaming
+from benchmarks import glossaries, models, ops, packs, streaming
 from benchmarks import upscale as upscale_bench
 from benchmarks.measuring import append, is_out_of_memory, peak_bytes, run_columns
 from benchmarks.models import METHODS, Point, build, measure, new_parameters, read_base, set_trained, variant_of
 from benchmarks.ops import OPS, SHAPES, TOLERANCES, body_of, largest_error, make_inputs
 from benchmarks.upscale import REFUSED, planned_requests
 from midus_hf.cli.edit import main as edit
+from midus_hf.cli.look import main as look
 from midus_hf.cli.upscale import main
 from midus_hf.memories.module import MemoryModule, tensor_names
 
@@ -198,6 +201,49 @@ def test_generated_stream_is_read_once_and_continues(tmp_path):
     assert int(row["sequences"]) == 1000 * 401 // 64 and float(row["tokens_per_second"]) > 0
     assert 0 < int(row["buffer_mb"]) <= int(row["tenth_mb"]) <= int(row["peak_mb"])
     assert [path.name for path in tmp_path.iterdir()] == ["streaming.csv"]
+
+
+def test_first_tokens_are_measured_by_turns(tmp_path):
+    base = save_tiny_model("llama", tmp_path / "base")
+    chat_tokenizer().save_pretrained(base)
+    words = ["--base", str(base), "--texts", "8,16", "--rounds", "2"]
+    assert packs.main(words, tmp_path / "packs.csv") == 0
+    rows = read_rows(tmp_path / "packs.csv")
+    variants = {(row["tokens"], row["variant"]) for row in rows}
+    assert len(variants) == len(rows) and {tokens for tokens, _ in variants} == {"8", "16"}
+    assert {"base", packs.IN_FRONT, "packs, name in front, kept"} < {variant for _, variant in variants}
+    assert all(float(row["seconds"]) > 0 and float(row["of_front"]) > 0 for row in rows)
+
+
+def test_glossaries_of_each_size_are_measured(tmp_path, monkeypatch):
+    base = save_byte_model("llama", tmp_path / "base")
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "Of the Kestrel gateway 00001."}) + "\n")
+
+    def run(command: list[str]) -> tuple[float, float, str]:
+        program, *words = command
+        if words[0] == "-c":
+            code = f"sys.argv[1:] = {words[2:]}\n{words[1]}"
+            return 2.0, 1.0, run_python(code, tmp_path, package_present=True).splitlines()[-1]
+        tool = main if Path(program).name == "upscale" else {"edit": edit, "look": look}[words.pop(0)]
+        assert tool(words) == 0
+        return 2.0, 1.0, ""
+
+    monkeypatch.setattr(glossaries, "spent", run)
+    words = ["--base", str(base), "--entries", "3", "--text", str(text)]
+    assert glossaries.main(words, tmp_path / "glossaries.csv") == 0
+    rows = read_rows(tmp_path / "glossaries.csv")
+    assert [row["entries"] for row in rows] == ["3"]
+    assert all(float(row[name]) > 0 for row in rows for name in ("glossary_mb", "load_s", "token_s", "add_ms"))
+
+
+def test_processor_time_is_that_of_a_process():
+    seconds, gigabytes, said = glossaries.spent([sys.executable, "-c", "print(sum(range(3_000_000)))"])
+    assert said == "4499998500000\n"
+    assert 0 < seconds < 60
+    assert 0 < gigabytes < 1
+    with pytest.raises(SystemExit, match="failed"):
+        glossaries.spent([sys.executable, "-c", "1 / 0"])
 
 
 def test_result_is_stripped_edited_and_loaded(tmp_path, monkeypatch):

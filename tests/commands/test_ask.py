@@ -13,6 +13,7 @@ from tokenizers import processors
 from topics.trees import random_tree
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from midus_hf.evaluation.asking import Conversation
 from midus_hf.models import saved_models
 from tests.tiny import save_tiny_model
 from tests.training.tiny_run import document, letter_tokenizer, save_upscaled
@@ -187,7 +188,16 @@ def test_conversation_reads_turns_until_input_ends(of_chats, ask, model, monkeyp
     first = answer_of(folder, "Ironing.\n(Q) Iron\nIs it iron?\n(A)", tokenizer)
     second = answer_of(folder, f"Ironing.\n(Q) Iron\nIs it iron?\n(A) {first}\n(Q) And why?\n(A)", tokenizer)
     told = "entries read: Iron; names put before the question: Iron\nentries read: Iron\n"
+    take_cache, are_taken = Conversation._take_cache, []
+
+    def noted(*words):
+        cache = take_cache(*words)
+        are_taken.append(cache is not None)
+        return cache
+
+    monkeypatch.setattr(Conversation, "_take_cache", noted)
     assert ask(folder) == (0, f"> Is it iron?\n{first}\n> And why?\n{second}\n", told)
+    assert are_taken == [False, True], "the second turn goes on from the first"
     for text, message in (("her\udc80on\n", "with half a character"), ("", "")):
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
         status, out, err = ask(folder)

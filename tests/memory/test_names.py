@@ -1,6 +1,7 @@
 """Names of entries are found in the characters that tokens spell, however tokens split them."""
 
 import itertools
+import random
 import unicodedata
 
 import pytest
@@ -308,3 +309,20 @@ def test_texts_end_where_something_may_follow():
     tokenizer.backend_tokenizer.post_processor = frame
     begin, letter = TokenSpelling(tokenizer).ids("a")
     assert begin == 1 and letter != 2
+
+
+def test_exchanged_index_is_that_of_the_other_names():
+    choice = random.Random(0)
+    names = [name_of(number, "".join(choice.choices("abcs -", k=3)) + "x") for number in range(60)]
+    index = NameIndex(names, {"abx"})
+    for first in range(100, 2000, 100):
+        removed = {*choice.sample(names, 20)}
+        added = [name_of(first + number, "".join(choice.choices("abcs -", k=3)) + "s") for number in range(20)]
+        kept = [name for name in names if name not in removed]
+        index = index.exchanged(removed, added)
+        names = [*kept, *added]
+        expected = NameIndex(names, {"abx"})
+        assert index.by_folded == expected.by_folded
+        assert index._forms == expected._forms
+        assert index._ordered == expected._ordered
+        assert index.lookback_tokens == expected.lookback_tokens

@@ -352,8 +352,10 @@ class Glossary(LoadedGlossary):
             self._links.pop(number, None)
         self._entries = {number: each for number, each in self._entries.items() if number not in numbers} | added
         kept = {number: names for number, names in self._names.items() if number not in numbers}
-        self._names = kept | {number: [*names_of(number, entry)] for number, entry in added.items()}
-        self.index = NameIndex(itertools.chain(*self._names.values()), self._not_forms)
+        removed = [name for number in numbers for name in self._names[number]]
+        new_names = {number: [*names_of(number, entry)] for number, entry in added.items()}
+        self._names = kept | new_names
+        self.index = self.index.exchanged(removed, itertools.chain(*new_names.values()))
 
     def _check_spelling(self, entries: Mapping[str, Entry]) -> list[int]:
         """Refuse names and texts that tokens do not spell; return how many tokens each text has."""

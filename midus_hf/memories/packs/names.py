@@ -145,13 +145,34 @@ class NameIndex:
         # Names with an s. A name of an entry hides those that are the same.
         self._forms: dict[str, tuple[Name, ...]] = {}
         self._not_forms = not_forms
+        self._ordered: list[str] = []
+        self._add(names)
+
+    def _add(self, names: Iterable[Name]) -> None:
+        new: set[str] = set()
         for name in names:
             for forms, each in self._forms_of(name):
+                if each.folded not in self.by_folded and each.folded not in self._forms:
+                    new.add(each.folded)
                 forms[each.folded] = (*forms.get(each.folded, ()), each)
-        self._ordered = sorted({**self.by_folded, **self._forms})
+        self._ordered = sorted([*self._ordered, *sorted(new)])  # two sorted parts are merged
         self._steps: dict[tuple[tuple[int, int, int], str], tuple[int, int, int] | None] = {}
         #: Earlier tokens that decide what a token opens: a name has at most one per byte, plus some for spaces and format.
         self.lookback_tokens = 2 * _LOOKBACK + max((len(each.encode()) for each in self._ordered), default=0)
+
+    def exchanged(self, removed: Iterable[Name], added: Iterable[Name]) -> "NameIndex":
+        """Return an index without some of the names, and with others."""
+        other = NameIndex(not_forms=self._not_forms)
+        other.by_folded = self.by_folded.copy()
+        other._forms = self._forms.copy()
+        for name in removed:
+            for forms, each in other._forms_of(name):
+                forms[each.folded] = tuple(kept for kept in forms[each.folded] if kept != each)
+                if not forms[each.folded]:
+                    del forms[each.folded]
+        other._ordered = [each for each in self._ordered if each in other.by_folded or each in other._forms]
+        other._add(added)
+        return other
 
     @property
     def root(self) -> tuple[int, int, int]:
@@ -394,4 +415,8 @@ def _byte_of_character() -> Mapping[str, int]:
 
 def is_text(text: str) -> bool:
     """Return whether a text can be written in UTF-8: it has no half of a pair of surrogates."""
-    return not any("\ud800" <= sign <= "\udfff" for sign in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,12 +1,14 @@
 """Keys and values of entries, computed by passes over texts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from transformers import Cache
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.heads import Rotation
+from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.packs.glossary import LoadedGlossary
 from midus_hf.memories.packs.opening import PackKey
 from midus_hf.memories.packs.options import PacksOptions
@@ -18,19 +20,30 @@ _TEXTS_PER_PASS = 64
 _LATEST_POSITION = 4096
 _SEPARATOR = "\n"
 
+# Of a layer, for reading `[B, K, T, d]`, and in a pack `[K, m, d]`.
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+
 
 class Pack(NamedTuple):
     """Keys and values of a text per layer with packs, `[K, m, d]`, rotated to positions from `first` on."""
 
-    heads: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    heads: tuple[KeysAndValues, ...]
     first: int
+
+
+class TextIds(NamedTuple):
+    """Ids that are read for a pack: before it, of its texts, and the words of the message after them."""
+
+    prefix: tuple[int, ...]
+    text: tuple[int, ...]
+    words: tuple[int, ...]
 
 
 class Recording:
     """Keys and values that attention reads in a pass, by the layer's number among those with packs."""
 
     def __init__(self) -> None:
-        self.heads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.heads: dict[int, KeysAndValues] = {}
         self.turns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def note(
@@ -46,6 +59,10 @@ class Recording:
             none = torch.zeros_like(key[:, 0])
             rotation = none + 1, none
         self.turns[layer] = rotation
+
+    def in_order(self) -> list[KeysAndValues]:
+        """Return keys and values by layer."""
+        return [heads for _, heads in sorted(self.heads.items())]
 
 
 class PackReader:
@@ -64,7 +81,7 @@ class PackReader:
         if self._angles is None or self._angles[0] != dtype:
             powers = [[1 << power for power in range(_LATEST_POSITION.bit_length())]]
             positions = torch.tensor(powers, device=device)
-            turns = _record(run, torch.zeros_like(positions), positions).turns
+            turns = record_pass(run, torch.zeros_like(positions), positions).turns
             found = []
             for layer in sorted(turns):
                 cos, sin = (part[0].double().cpu() for part in turns[layer])  # [T, r]
@@ -77,8 +94,8 @@ class PackReader:
             self._angles = dtype, torch.stack(found)
         return self._angles[1]
 
-    def read(self, run: Any, glossary: LoadedGlossary, keys: Sequence[PackKey], device: Any) -> dict[PackKey, Pack]:
-        """Return packs, without entries that were removed, and without packs that have none left.
+    def texts(self, glossary: LoadedGlossary, keys: Sequence[PackKey]) -> dict[PackKey, TextIds]:
+        """Return what is read for packs, without entries that were removed, and without packs that have none left.
 
         The first token of a pass is an attention sink (arXiv 2309.17453). A second one would take attention from both; so texts are
         read after tokens that are not part of their packs, as in APE (arXiv 2502.05431).
@@ -86,30 +103,42 @@ class PackReader:
         numbers = dict.fromkeys(number for key in keys for number in key.entries)
         texts = glossary.tokens_of(numbers, self._options.max_tokens)
         (separator,) = glossary.spelling.ids_of([_SEPARATOR], special_tokens=False)
-        ids: dict[PackKey, list[int]] = {}
+        read: dict[PackKey, TextIds] = {}
         for key in keys:
             parts = [texts[number] for number in key.entries if number in texts]
             if parts:
-                parts += [[*key.words]] if key.words else []
-                ids[key] = [token for part in parts for token in (*separator, *part)][len(separator) :]
+                text = [token for part in parts for token in (*separator, *part)][len(separator) :]
+                words = (*separator, *key.words) if key.words else ()
+                read[key] = TextIds(tuple(glossary.token_prefix(key.in_chat)), tuple(text), words)
+        return read
+
+    def read(self, run: Any, texts: Mapping[PackKey, TextIds], device: Any) -> dict[PackKey, Pack]:
+        """Return packs of texts, read in passes over many of them."""
         packs: dict[PackKey, Pack] = {}
-        for in_chat in {key.in_chat for key in ids}:
-            prefix, chosen = glossary.token_prefix(in_chat), [key for key in ids if key.in_chat == in_chat]
+        for in_chat in {key.in_chat for key in texts}:
+            chosen = [key for key in texts if key.in_chat == in_chat]
             for first in range(0, len(chosen), _TEXTS_PER_PASS):
-                part = {key: [*prefix, *ids[key]] for key in chosen[first : first + _TEXTS_PER_PASS]}
-                tokens = torch.zeros(len(part), max(map(len, part.values())), dtype=torch.int64)
-                for row, each in enumerate(part.values()):
+                part = {key: texts[key] for key in chosen[first : first + _TEXTS_PER_PASS]}
+                rows = [[*each.prefix, *each.text, *each.words] for each in part.values()]
+                tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+                for row, each in enumerate(rows):
                     tokens[row, : len(each)] = torch.tensor(each)
                 positions = torch.arange(tokens.shape[1], device=device).expand(tokens.shape)
-                heads = [heads for _, heads in sorted(_record(run, tokens.to(device), positions).heads.items())]
-                for row, (key, each) in enumerate(part.items()):
-                    text = slice(len(prefix), len(each))
-                    pack = tuple((keys_[row, :, text], values[row, :, text]) for keys_, values in heads)
-                    packs[key] = Pack(pack, len(prefix))
+                heads = record_pass(run, tokens.to(device), positions)
+                for row, (key, ids) in enumerate(part.items()):
+                    text = slice(len(ids.prefix), len(rows[row]))
+                    pack = tuple((keys_[row, :, text], values[row, :, text]) for keys_, values in heads.in_order())
+                    packs[key] = Pack(pack, len(ids.prefix))
         return packs
 
 
-def _record(run: Any, ids: torch.Tensor, positions: torch.Tensor) -> Recording:
+def record_pass(run: Any, ids: torch.Tensor, positions: torch.Tensor, cache: Cache | None = None) -> Recording:
+    """Run a pass over texts, `[B, T]`, after those of a cache, if any; return what attention read."""
     recording = Recording()
-    run(input_ids=ids, position_ids=positions, use_cache=False, **{RECORDING: recording})
+    run(
+        input_ids=ids,
+        position_ids=positions,
+        use_cache=cache is not None,
+        **{RECORDING: recording, CACHE: cache},
+    )
     return recording

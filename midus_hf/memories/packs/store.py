@@ -47,6 +47,9 @@ class PackStore:
     changed entry counts from the next name on, and changed weights from the next sequence on.
     """
 
+    #: Readings that outlive sequences, within a context (`midus_hf.memories.packs.kept_readings`). Default: None.
+    readings: Any = None
+
     def __init__(self, model: HostStack, hosted: Hosted):
         self.name = next(name for name, _ in hosted)
         self.layers = sorted(layer for _, layer in hosted)
@@ -80,7 +83,10 @@ class PackStore:
 
         def read(keys: Sequence[PackKey]) -> dict[PackKey, Pack]:
             _refuse_shards(model)
-            return self._reader.read(run, glossary, keys, device)
+            texts = self._reader.texts(glossary, keys)
+            if self.readings is not None and self.readings.is_open:
+                return self.readings.read(model, run, self._reader, texts, device)
+            return self._reader.read(run, texts, device)
 
         packs = kept.take(dict.fromkeys(each.pack for row in rows for each in row), read)
         if not packs:
