@@ -149,7 +149,7 @@ def print_method_list(methods: list[dict[str, Any]]) -> None:
 def print_methods(methods: list[dict[str, Any]]) -> None:
     """Print methods and their options."""
     for method in methods:
-        new = "the new layers" if method["adds_layers"] else "what is new"
+        new = "the new layers" if method["adds_layers"] else "what is new" if method["adds_parameters"] else "nothing"
         start, qualification = _start_of(method)
         rows = [
             ("identity", f"{'exact at the start' if start == 'exact' else 'no'}{qualification}"),

@@ -87,6 +87,13 @@ def test_methods_lists_options_paper_and_start(command):
     assert all(word in shown for word in ("midus-hml", "--set n=64", "--set k=4", "arXiv:2512.13751"))
     for name, placed in (("midus-hml", "distributed"), ("moc", "none: it adds no layers"), ("solar", "its own")):
         assert re.search(rf"^ placement +{placed} *$", command("methods", name).out, re.MULTILINE)
+    for name, trained in (
+        ("midus-hml", "the new layers"),
+        ("moc", "what is new"),
+        ("packs", "nothing"),
+        ("solar", "everything"),
+    ):
+        assert re.search(rf"^ trains +{trained} *$", command("methods", name).out, re.MULTILINE)
     lines = [line.split() for line in command("methods").out.splitlines()]
     starts = {line[0]: line[1] for line in lines if line and line[0] in METHODS}
     expected = {"midus-hml": "exact", "packs": "exact*", "solar": "changed", "lesa": "changed*"}
