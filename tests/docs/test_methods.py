@@ -7,7 +7,7 @@ import matplotlib
 import pytest
 
 from docs.pictures.__main__ import main
-from tests.upscalers.real_configs import LLAMA_3_2_1B, LLAMA_3_2_3B, write_config
+from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_1_70B, LLAMA_3_2_1B, LLAMA_3_2_3B, write_config
 from upscalers.methods.contract import METHODS
 from upscalers.record.provenance import ParameterCounts
 from upscalers.runs.upscale import upscale
@@ -118,6 +118,8 @@ def test_table_costs_are_those_of_a_dry_run(method, tmp_path):
         for report, config in ((small, LLAMA_3_2_1B), (middle, LLAMA_3_2_3B))
     ]
     trains = small.parameters.trainable > 0
+    computed = [each.training["bytes"] / 1e9 if each.training else None for each in (small, middle)]
+    assert computed == (memory if trains else [None, None])
     assert costs_row(method) == [
         *(f"{count / 1e6:,.1f} M" if trains else "0" for count in new),
         *(f"{size:.1f}" if trains else "" for size in memory),
@@ -143,3 +145,29 @@ def test_costs_without_a_method_follow_from_the_sizes(name):
         new = "" if name == "full" else f"{lora / 1e6:.1f} M"
         expected.append((new, f"{(state + activation_bytes(config, layers)) / 1e9:.1f}"))
     assert costs_row(name) == [cell for column in zip(*expected, strict=True) for cell in column]
+
+
+def test_plan_page_has_what_dry_runs_compute(tmp_path):
+    page = (FOLDER.parent / "plan.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
+    ]
+    head, *rows = [row for row in rows if len(row) == 10]
+    configs = {"1B": LLAMA_3_2_1B, "8B": LLAMA_3_1_8B, "70B": LLAMA_3_1_70B}
+    folders = {size: write_config(tmp_path / size, config) for size, config in configs.items()}
+    assert head[1:] == [f"{size}, {what}" for what in ("GB", "GB of 8", "hours") for size in configs]
+    for name, *cells in rows:
+        method = re.sub(r"\[(.+)\]\(.+\)", r"\1", name)
+        key = {"LoRA, r = 16": "lora_bytes", "QLoRA, r = 16": "qlora_bytes", "all of the base": "base_bytes"}.get(
+            method
+        )
+        costs = [
+            upscale(base=folder, method="moda" if key else method, dry_run=True).training
+            for folder in folders.values()
+        ]
+        shown, sharded, hours = cells[:3], cells[3:6], cells[6:]
+        assert shown == [f"{cost[key or 'bytes'] / 1e9:,.0f}" for cost in costs], method
+        if not key:
+            each = [(cost["bytes"] - cost["activation_bytes"]) / 8 + cost["activation_bytes"] for cost in costs]
+            assert hours == [f"{cost['flops_per_token'] * 100e6 / 400e12 / 3600:.1f}" for cost in costs], method
+            assert sharded == [f"{size / 1e9:,.0f}" for size in each] if method != "hier-ffn" else ["", "", ""], method

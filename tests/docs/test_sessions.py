@@ -136,6 +136,7 @@ SESSIONS = {
     }, files=("tasks/ports.yaml",)),
     "docs/trust.md": Session(replace={"FOLDER": "model"}, models={"model": "hier-ffn"}),
     "docs/families.md": Session(replace={"Qwen/Qwen3-30B-A3B": "tiny-qwen3-moe"}),
+    "docs/plan.md": Session(replace=LLAMA_CONFIG),
     "docs/benchmarks.md": Session(replace={"FOLDER_OR_HUB_ID": "base"}),
     "docs/look-inside.md": Session({
         "addresses=...": "addresses=addresses/", "articles=...": "articles=articles.jsonl", "heads smollm2": "heads base",
@@ -325,9 +326,10 @@ def test_replaced_pieces_are_on_their_page():
     assert [(page, piece) for page, piece in pieces if piece not in texts[page]] == []
 
 
-def test_upscale_page_shows_what_a_dry_run_prints(room, monkeypatch):
+@pytest.mark.parametrize("page", ["docs/upscale.md", "docs/plan.md"])
+def test_page_shows_what_a_dry_run_prints(page, room, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    (block,) = [block for block in BLOCKS["docs/upscale.md"] if block.language == "console"]
+    (block,) = [block for block in BLOCKS[page] if block.language == "console"]
     done = run_shell(replaced("\n".join(block.commands), Session(LLAMA_CONFIG)), room, PROGRAMS)
     _, *shown = [line.split() for line in block.text.splitlines()]
     printed = [line.split() for line in done.out.splitlines()]

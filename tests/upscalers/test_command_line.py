@@ -22,6 +22,7 @@ from upscalers.architecture import layout
 from upscalers.console import Console
 from upscalers.methods.contract import METHODS, get_method
 from upscalers.request import show_progress
+from upscalers.runs.training_cost import TrainingCost
 from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
@@ -183,7 +184,8 @@ def test_json_report_has_the_promised_keys(command, tmp_path):
     report = result.json()
     assert (result.status, result.err, report["method"], report["model_type"]) == (0, "", "midus-hml", "midus_llama")
     promised = "method base output model_type num_layers new_layer_indices parameters bytes identity seconds"
-    assert list(report) == [*promised.split(), "peak_rss_bytes"] and report["output"] is None
+    assert list(report) == [*promised.split(), "peak_rss_bytes", "training"] and report["output"] is None
+    assert list(report["training"]) == ["tokens", *(field.name for field in fields(TrainingCost))]
     assert list(report["parameters"]) == ["base", "new", "total", "trainable"]
     assert report["bytes"] == {"read": 0, "written": 2 * report["parameters"]["total"]}
     assert report["identity"].items() >= {"checked": None, "max_abs_diff": None}.items()
