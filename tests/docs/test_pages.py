@@ -140,7 +140,9 @@ def test_marks_say_what_is_needed():
 
 
 SOURCES = [file for folder in ("midus_hf", "upscalers", "scripts", "demo") for file in ROOT.glob(f"{folder}/**/*.py")]
-FROM_A_REGISTRY = re.compile(r"midus[-_]hf\[[a-z,]+\]|pip install [^.]*midus[-_]hf")
+FROM_A_REGISTRY = re.compile(
+    r"(?:midus[-_]hf\[[a-z,]+\]|pip install [^.@]*midus[-_]hf)(?! @ git\+)(?!\[[a-z,]+\] @ git\+)"
+)
 # Commands that the README shows, and the extra that each needs.
 NEEDED = {"midus train": "train", "midus eval": "eval", "midus cluster": "clusters", "midus look": "look"}
 NEEDED |= {"python -m material": "material"}

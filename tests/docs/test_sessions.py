@@ -94,9 +94,7 @@ METHODS: dict[str, Any] = {
     "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}}, "moda": {}, "hier-ffn": {"options": {"sizes": [4, 3, 2, 0]}},
 }  # fmt: skip
 SESSIONS = {
-    # The small base has no chat template.
-    "README.md": Session({
-        "printf '%s\\n'": "midus ask model", '"Who owns the cache that it forwards requests to?" | midus ask model': ""}),
+    "README.md": Session(),
     "docs/quickstart.md": Session(),
     "docs/upscale.md": Session({
         **SMALL_LLAMA, "strip DIR --output DIR2": "strip smollm2-hml --output stripped",
