@@ -9,14 +9,16 @@ import pytest
 from docs.pictures.__main__ import main
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_1_70B, LLAMA_3_2_1B, LLAMA_3_2_3B, write_config
 from upscalers.methods.contract import METHODS
+from upscalers.methods.dense_block import DenseMethod
 from upscalers.record.provenance import ParameterCounts
 from upscalers.runs.upscale import upscale
 
 FOLDER = Path(__file__).parents[2] / "docs" / "methods"
 CHOOSING, COSTS = ((FOLDER.parent / name).read_text(encoding="utf-8") for name in ("choosing.md", "results.md"))
-# Tables of methods: of those for work, and of baselines and variants that were not trained here.
-INDEX, RESEARCH = ((FOLDER / name).read_text(encoding="utf-8") for name in ("README.md", "research.md"))
-PAGES = sorted(page for page in FOLDER.glob("*.md") if page.name not in ("README.md", "research.md"))
+INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")
+# Baselines of papers and variants have a mark in the table.
+RESEARCH = set(re.findall(r"^\| \[([\w-]+)\]\([\w-]+\.md\)°", INDEX, flags=re.MULTILINE))
+PAGES = sorted(page for page in FOLDER.glob("*.md") if page.name != "README.md")
 SHIPPED = sorted(name for name, method in METHODS.items() if method.__module__.startswith("upscalers."))
 BYTES_TRAINED, BYTES_FROZEN = 16, 2
 SECTIONS = ["When to use it", "How", "Cost", "Evidence", "Limits"]
@@ -26,7 +28,7 @@ TOKENS = 4096
 
 
 def index_row(method: str) -> list[str]:
-    (row,) = [line for line in f"{INDEX}{RESEARCH}".splitlines() if line.startswith(f"| [{method}](")]
+    (row,) = [line for line in INDEX.splitlines() if line.startswith(f"| [{method}](")]
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
@@ -37,8 +39,8 @@ def test_methods_index_has_every_page():
 
 @pytest.mark.parametrize("method", SHIPPED)
 def test_decision_table_has_every_method_for_work(method):
-    if f"| [{method}](" in RESEARCH:
-        assert "(methods/research.md)" in CHOOSING.partition("\n## ")[0]
+    if method in RESEARCH:
+        assert "(methods/README.md#at-a-glance)" in CHOOSING.partition("\n## ")[0]
         return
     named = re.compile(rf"(?<![\w-]){method}(?![\w-])")
     (page,) = re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[0])
@@ -108,11 +110,18 @@ def test_table_costs_are_those_of_a_dry_run(method, tmp_path):
     )
     left_out = ", but from a name on" if method == "packs" else ""
     assert (small.identity_except is None) is (left_out == "")
-    start = index_row(method)[2]
-    assert start == (f"exact{left_out}" if small.promises_identity else "another")
-    if f"| [{method}](" in RESEARCH:
-        return  # a dry run says what they cost
     new = [report.parameters.new or report.parameters.trainable for report in (small, middle)]
+    kind = METHODS[method]
+    assert index_row(method)[2:5] == [
+        "nothing" if not kind.adds_parameters else kind.trainable,
+        "deeper" if kind.adds_layers else "same",
+        f"exact{left_out}" if small.promises_identity else "another",
+    ]
+    assert index_row(method)[6] == ("yes" if issubclass(kind, DenseMethod) else "no")
+    expected = {"packs": "0", "stack": "by ranges"}.get(method, f"{new[0] / 1e6:,.1f} M")
+    assert index_row(method)[7] == expected
+    if method in RESEARCH:
+        return
     memory = [
         (state_bytes(report.parameters) + activation_bytes(config, report.num_layers)) / 1e9
         for report, config in ((small, LLAMA_3_2_1B), (middle, LLAMA_3_2_3B))
