@@ -344,6 +344,7 @@ def answer_touched(asked: Model, documents: dict[str, list[str]], prove: bool) -
     }
     without = "no certificate, which midus train --protect writes; what is said here was found now"
     summary = f"{asked.name}: {without if certificate is None else 'its certificate fits the folder'}."
+    proven = None
     if prove:
         proven = where_read.prove_untouched(*asked.loaded, documents, read)
         summary += f" {proven:,} untouched documents computed: their logits are the same, bit for bit."
@@ -351,7 +352,13 @@ def answer_touched(asked: Model, documents: dict[str, list[str]], prove: bool) -
     return Answer(
         title="Where texts read a memory",
         summary=summary,
-        report={"model": asked.name, "certificate": certificate, "rows": rows},
+        report={
+            "model": asked.name,
+            "certificate": certificate,
+            "rows": rows,
+            "proven": proven,
+            "sha256": {name: where_read.texts_digest(texts) for name, texts in documents.items()},
+        },
         tables=[where_read.touched_table(rows)],
         how_to_read=where_read.HOW_TO_READ,
         details=lambda: where_read.document_rows(read),

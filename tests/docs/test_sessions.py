@@ -135,6 +135,9 @@ SESSIONS = {
     "docs/trust.md": Session(replace={"FOLDER": "model"}, models={"model": "hier-ffn"}),
     "docs/families.md": Session(replace={"Qwen/Qwen3-30B-A3B": "tiny-qwen3-moe"}),
     "docs/plan.md": Session(replace=LLAMA_CONFIG),
+    "docs/glossary.md": Session({
+        "--base BASE": "--base base", "--at-least 0.9": "--at-least 0", "--text deleted=deleted.jsonl": "--text deleted=held-out.txt",
+    }),
     "docs/benchmarks.md": Session(replace={"FOLDER_OR_HUB_ID": "base"}),
     "docs/look-inside.md": Session({
         "addresses=...": "addresses=addresses/", "articles=...": "articles=articles.jsonl", "heads smollm2": "heads base",

@@ -612,3 +612,6 @@ def test_touched_tells_from_ids_what_an_entry_can_change(base, model, tmp_path, 
         assert same.tolist() == [True] * first + [False] * (len(text) - first)
     assert look([*words, "--prove"]) in (0, None)
     assert "1 untouched documents computed: their logits are the same" in capsys.readouterr().out
+    assert look([*words, "--prove", "--json"]) in (0, None)
+    report = json.loads(capsys.readouterr().out)
+    assert report["proven"] == 1 and [len(digest) for digest in report["sha256"].values()] == [64]
