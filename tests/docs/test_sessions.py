@@ -119,8 +119,7 @@ SESSIONS = {
         "--max_length 1024 --bf16": "--max_length 64 --max_steps 2 --use_cpu true --report_to none",
     }, names=trainer_names, elsewhere=("set_trainable(model)",)),
     "docs/peft.md": Session({
-        "midus-hml.yaml": f"midus-hml.yaml --model upscaled --output merged --bf16 false {SHORT} "
-            "--corpus texts --corpus_name null --corpus_split null",
+        "TEXTS --model MODEL": f"texts --model upscaled --bf16 false {SHORT}",
         "HuggingFaceTB/SmolLM2-135M-Instruct": "small-base",
     }, models={"upscaled": "midus-hml"}, files=("",)),
     "docs/serve.md": Session(models=SMOLLM2_HML),
