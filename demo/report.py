@@ -56,7 +56,7 @@ def write_report(
     (folder / "loss.png").write_bytes(picture)
     new_layers = ", ".join(map(str, upscale_record["new_layers"]))
     summary = (
-        f"{len(upscale_record['new_layers'])} memory blocks were inserted at layers {new_layers}; "
+        f"{len(upscale_record['new_layers'])} memory layers were inserted at {new_layers}; "
         f"{upscale_record['parameters']['trainable']:,} of {upscale_record['parameters']['total']:,} parameters were "
         f"trained. Training, with what it measured, took {seconds['training'] / 60:.1f} minutes, everything below "
         f"{sum(seconds.values()) / 60:.1f}, on {machine}."

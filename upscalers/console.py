@@ -112,6 +112,8 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
     if dry_run:
         rows["would write"] = _gigabytes(report.bytes.written)
         rows["identity"] = ("promised" if report.promises_identity else "not promised by the method") + beyond
+        if report.training is not None:
+            rows |= _training(report.training)
     else:
         rows["written"] = (
             f"{_gigabytes(report.bytes.written)} in {report.seconds:.1f} s, peak memory {_gigabytes(report.peak_rss_bytes)}"
@@ -120,6 +122,16 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
     _print_table(["", report.method], *rows.items())
     if report.measurements:
         _print_table(*summary_table(report.measurements))
+
+
+def _training(cost: dict[str, int]) -> dict[str, str]:
+    whole, *adapted = (_gigabytes(cost[f"{name}_bytes"]) for name in ("base", "lora", "qlora"))
+    hours = cost["flops_per_token"] * 100e6 / 400e12 / 3600
+    return {
+        "training": f"{_gigabytes(cost['bytes'])} of GPU memory with {cost['tokens']:,} tokens, computed",
+        "the base": f"{whole} to train all of it, {adapted[0]} with LoRA, {adapted[1]} with QLoRA",
+        "time": f"{hours:,.1f} hours for 100 M tokens at 400 TFLOP/s, computed",
+    }
 
 
 def _identity(report: UpscaleReport, beyond: str) -> str:
@@ -149,7 +161,7 @@ def print_method_list(methods: list[dict[str, Any]]) -> None:
 def print_methods(methods: list[dict[str, Any]]) -> None:
     """Print methods and their options."""
     for method in methods:
-        new = "the new layers" if method["adds_layers"] else "what is new"
+        new = "the new layers" if method["adds_layers"] else "what is new" if method["adds_parameters"] else "nothing"
         start, qualification = _start_of(method)
         rows = [
             ("identity", f"{'exact at the start' if start == 'exact' else 'no'}{qualification}"),

@@ -1,4 +1,4 @@
-"""Draw what the methods add to a decoder: one picture per page of docs/methods.
+"""Draw what the methods add to a decoder, one picture per page of docs/methods, and two pictures of the whole.
 
     python -m docs.pictures                         # into docs/images
     python -m docs.pictures --output FOLDER --png   # elsewhere, and as PNG too
@@ -16,6 +16,7 @@ import matplotlib
 from docs.pictures.canvas import Picture
 from docs.pictures.layers import deus, lesa, llama_pro, solar
 from docs.pictures.memories import engram, glossary, hierarchical, midus, moc, moda, packs, ultramem_v2
+from docs.pictures.overview import choosing, workflow
 
 IMAGES = Path(__file__).parents[1] / "images"
 STYLE: Any = {"svg.hashsalt": "architecture", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
@@ -33,6 +34,8 @@ PICTURES: Mapping[str, Callable[[], Picture]] = {
     "moda": moda,
     "packs": packs,
     "glossary": glossary,
+    "workflow": workflow,
+    "choosing": choosing,
 }
 
 

@@ -31,12 +31,12 @@ def decoder_layer(
 
 
 def midus() -> Picture:
-    """Draw memory blocks between layers, and the inside of a block of midus-hml."""
+    """Draw memory layers between layers, and the inside of one of midus-hml."""
     picture = Picture(440)
     plan = plan_of("midus-hml")
     picture.title(14, "Result")
     labels = [
-        (f"layer {layer.index}", "base") if isinstance(layer, Base) else ("memory block", "new")
+        (f"layer {layer.index}", "base") if isinstance(layer, Base) else ("memory layer", "new")
         for layer in plan.layers
     ]
     layers = stack(picture, 14, 80, labels, 112, 52)
@@ -374,5 +374,5 @@ def glossary() -> Picture:
         picture.box(530, y, 160, 30, "Paris", "base")
     picture.arrow((200, 123), (222, 123), (222, 107), (232, 107), color=BLUE)
     picture.text(610, 24, "the same logits, bit for bit", SMALL, FAINT)
-    picture.text(430, 24, "the same logits, above and below", SMALL, FAINT)
+    picture.text(430, 24, "first and last are equal, bit for bit", SMALL, FAINT)
     return picture

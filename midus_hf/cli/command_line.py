@@ -84,6 +84,11 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
     return status
 
 
+def _with_hyphens(option: str) -> str:
+    """Return the name of an option as it is declared: `--max_tokens` is `--max-tokens`, as keys of a run take both."""
+    return option.replace("_", "-")
+
+
 def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) -> tuple[int, str | None, list[str]]:
     """Run a command line; return its exit status, the reason in one line, and where an error was raised."""
     if "--version" in line_words:
@@ -110,7 +115,8 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
                     filling = "Fill it in (a shell gives nothing for a variable that is not set), or leave it out."
                     raise CommandExit(WRONG_REQUEST, f"{subject} is ''; expected a value. {filling}")
             # `app()` would treat an EOFError of the work as an interruption.
-            with command.make_context(name, line_words.copy(), help_option_names=["-h", "--help"]) as context:
+            settings: dict[str, Any] = {"help_option_names": ["-h", "--help"], "token_normalize_func": _with_hyphens}
+            with command.make_context(name, line_words.copy(), **settings) as context:
                 command.invoke(context)
             return 0, None, []
         except typer.Exit as end:

@@ -203,6 +203,11 @@ _REPLACE = (
     "Replace the texts of entries of a glossary. A row has one of an entry's names, perhaps new ones, and a text."
 )
 app.command("replace", help=_REPLACE)(edit_entries)
+_SYNC = (
+    "Make a glossary that of a file: entries that it lacks are deleted, others added or replaced. A row has a name, or a list of "
+    "names, and a text."
+)
+app.command("sync", help=_SYNC)(edit_entries)
 
 
 # Where the names of deleted entries still occur, and how to delete them there.
@@ -214,9 +219,14 @@ _REMAINS = {
 
 
 def _show_entries(result: dict[str, Any], json_: bool) -> None:
-    done = {"add": "added", "replace": "replaced", "delete": "deleted"}[result["command"]]
-    names = first_few([" / ".join(entry) for entry in result["entries"]])
-    lines = [f"{result['output']}: {done} {format_count(len(result['entries']), 'entry')}: {names}"]
+    command = result["command"]
+    done = {"add": "added", "replace": "replaced", "delete": "deleted"}
+    kinds = {done[command]: result["entries"]} if command in done else {kind: result[kind] for kind in done.values()}
+    lines = [
+        f"{result['output']}: {kind} {format_count(len(entries), 'entry')}: {first_few([' / '.join(each) for each in entries])}"
+        for kind, entries in kinds.items()
+        if entries
+    ] or [f"{result['output']}: the glossary is that of the corpus already"]
     for line in result["remarks"]:
         print_note(line)
     if "remains" in result:

@@ -125,7 +125,7 @@ def touched(
     prove: Annotated[bool, flag("--prove", "Also compute untouched documents with and without the memory.")] = False,
     dtype: Dtype = "auto", device: Device = None, output: Output = None, json_: Json = False,
 ) -> None:  # fmt: skip
-    """Show where texts read a memory of known n-grams (engram)."""
+    """Show where texts read known n-grams (engram) or a glossary (packs)."""
     asked, documents = Model(model, dtype, device), _read_documents(text, column)
     _answer(lambda: answer_touched(asked, documents, prove), output, json_)
 
@@ -344,6 +344,7 @@ def answer_touched(asked: Model, documents: dict[str, list[str]], prove: bool) -
     }
     without = "no certificate, which midus train --protect writes; what is said here was found now"
     summary = f"{asked.name}: {without if certificate is None else 'its certificate fits the folder'}."
+    proven = None
     if prove:
         proven = where_read.prove_untouched(*asked.loaded, documents, read)
         summary += f" {proven:,} untouched documents computed: their logits are the same, bit for bit."
@@ -351,7 +352,13 @@ def answer_touched(asked: Model, documents: dict[str, list[str]], prove: bool) -
     return Answer(
         title="Where texts read a memory",
         summary=summary,
-        report={"model": asked.name, "certificate": certificate, "rows": rows},
+        report={
+            "model": asked.name,
+            "certificate": certificate,
+            "rows": rows,
+            "proven": proven,
+            "sha256": {name: where_read.texts_digest(texts) for name, texts in documents.items()},
+        },
         tables=[where_read.touched_table(rows)],
         how_to_read=where_read.HOW_TO_READ,
         details=lambda: where_read.document_rows(read),

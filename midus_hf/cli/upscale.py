@@ -157,6 +157,7 @@ def methods(
             "identity": method.identity,
             "identity_except": method.identity_except,
             "trainable": method.trainable,
+            "adds_parameters": method.adds_parameters,
             "placement": method.default_placement,
             "adds_layers": method.adds_layers,
             "options": describe_options(method.options_class),

@@ -16,9 +16,9 @@ from midus_hf.memories.registry import TABLES, Memories
 from midus_hf.training.protection import compare_texts
 
 HOW_TO_READ = (
-    "A token reads a row if an n-gram that ends at it has one, and a pack from its name to the end of the document. Before the first "
-    "such token of a document, the model computes the same as without the memory, bit for bit; a document without one is "
-    "untouched. No model runs for this."
+    "A token reads a row if an n-gram that ends at it has one. Of a glossary, all tokens from the first name of a document on are "
+    "counted: where an entry is read no more, they still follow tokens that read it. Before the first such token, the model "
+    "computes the same as without the memory, bit for bit; a document without one is untouched. No model runs for this."
 )
 _COLUMNS = {
     "text": "{text}",

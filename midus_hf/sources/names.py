@@ -132,14 +132,16 @@ def check_hub_id(key: str, name: str, kind: str = "model") -> None:
 
 def answer_of_hub(error: Exception) -> str | None:
     """Return what the Hub answered and the remedy, as a text; None if the Hub did not answer."""
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
     answer = error if isinstance(error, HfHubHTTPError) else error.__cause__
     if not isinstance(answer, HfHubHTTPError):
         return None
     status = answer.response.status_code
     remedy = (
-        "try again later"
+        "accept its terms on its page of the Hub, and log in with 'hf auth login' or set HF_TOKEN"
+        if isinstance(answer, GatedRepoError)
+        else "try again later"
         if status >= 500 or status in _BUSY
         else "check the name, and log in with 'hf auth login' to an account that has the right to it"
     )

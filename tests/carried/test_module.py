@@ -59,6 +59,11 @@ def imports_of(source: str) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+def test_security_page_says_how_long_modules_are():
+    shortest, longest = min(MOST_LINES.values()), max(MOST_LINES.values())
+    assert f"{shortest:,} to {longest:,} lines" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+
+
 @of_all_cases
 def test_checkpoint_carries_one_module_with_a_true_header(family, method, checkpoints):
     folder = checkpoints(family, method)

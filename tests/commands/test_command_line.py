@@ -134,6 +134,7 @@ def test_command_without_words_shows_its_help(command, as_command):
 @pytest.mark.parametrize(("words", "line"), [
     ("midus trian", "midus: No such command 'trian'. Did you mean 'train'? See 'midus --help'."),
     ("midus look usge model", "midus look: No such command 'usge'. Did you mean 'usage'? See 'midus look --help'."),
+    ("midus eval model --text_s text", "midus eval: No such option: --text-s (Possible options: --text). See 'midus eval --help'."),
     ("midus flops model --bach 2", "midus flops: No such option: --bach (Possible options: --batch). See 'midus flops --help'."),
     ("upscale strip --k", "upscale strip: No such option: --k. See 'upscale strip --help'."),
 ])  # fmt: skip

@@ -7,16 +7,18 @@ import matplotlib
 import pytest
 
 from docs.pictures.__main__ import main
-from tests.upscalers.real_configs import LLAMA_3_2_1B, LLAMA_3_2_3B, write_config
+from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_1_70B, LLAMA_3_2_1B, LLAMA_3_2_3B, write_config
 from upscalers.methods.contract import METHODS
+from upscalers.methods.dense_block import DenseMethod
 from upscalers.record.provenance import ParameterCounts
 from upscalers.runs.upscale import upscale
 
 FOLDER = Path(__file__).parents[2] / "docs" / "methods"
 CHOOSING, COSTS = ((FOLDER.parent / name).read_text(encoding="utf-8") for name in ("choosing.md", "results.md"))
-# Tables of methods: of those for work, and of baselines and variants that were not trained here.
-INDEX, RESEARCH = ((FOLDER / name).read_text(encoding="utf-8") for name in ("README.md", "research.md"))
-PAGES = sorted(page for page in FOLDER.glob("*.md") if page.name not in ("README.md", "research.md"))
+INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")
+# Baselines of papers and variants have a mark in the table.
+RESEARCH = set(re.findall(r"^\| \[([\w-]+)\]\([\w-]+\.md\)°", INDEX, flags=re.MULTILINE))
+PAGES = sorted(page for page in FOLDER.glob("*.md") if page.name != "README.md")
 SHIPPED = sorted(name for name, method in METHODS.items() if method.__module__.startswith("upscalers."))
 BYTES_TRAINED, BYTES_FROZEN = 16, 2
 SECTIONS = ["When to use it", "How", "Cost", "Evidence", "Limits"]
@@ -26,7 +28,7 @@ TOKENS = 4096
 
 
 def index_row(method: str) -> list[str]:
-    (row,) = [line for line in f"{INDEX}{RESEARCH}".splitlines() if line.startswith(f"| [{method}](")]
+    (row,) = [line for line in INDEX.splitlines() if line.startswith(f"| [{method}](")]
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
@@ -37,8 +39,8 @@ def test_methods_index_has_every_page():
 
 @pytest.mark.parametrize("method", SHIPPED)
 def test_decision_table_has_every_method_for_work(method):
-    if f"| [{method}](" in RESEARCH:
-        assert "(methods/research.md)" in CHOOSING.partition("\n## ")[0]
+    if method in RESEARCH:
+        assert "(methods/README.md#at-a-glance)" in CHOOSING.partition("\n## ")[0]
         return
     named = re.compile(rf"(?<![\w-]){method}(?![\w-])")
     (page,) = re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[0])
@@ -108,16 +110,25 @@ def test_table_costs_are_those_of_a_dry_run(method, tmp_path):
     )
     left_out = ", but from a name on" if method == "packs" else ""
     assert (small.identity_except is None) is (left_out == "")
-    start = index_row(method)[2]
-    assert start == (f"exact{left_out}" if small.promises_identity else "another")
-    if f"| [{method}](" in RESEARCH:
-        return  # a dry run says what they cost
     new = [report.parameters.new or report.parameters.trainable for report in (small, middle)]
+    kind = METHODS[method]
+    assert index_row(method)[2:5] == [
+        "nothing" if not kind.adds_parameters else kind.trainable,
+        "deeper" if kind.adds_layers else "same",
+        f"exact{left_out}" if small.promises_identity else "another",
+    ]
+    assert index_row(method)[6] == ("yes" if issubclass(kind, DenseMethod) else "no")
+    expected = {"packs": "0", "stack": "by ranges"}.get(method, f"{new[0] / 1e6:,.1f} M")
+    assert index_row(method)[7] == expected
+    if method in RESEARCH:
+        return
     memory = [
         (state_bytes(report.parameters) + activation_bytes(config, report.num_layers)) / 1e9
         for report, config in ((small, LLAMA_3_2_1B), (middle, LLAMA_3_2_3B))
     ]
     trains = small.parameters.trainable > 0
+    computed = [each.training["bytes"] / 1e9 if each.training else None for each in (small, middle)]
+    assert computed == (memory if trains else [None, None])
     assert costs_row(method) == [
         *(f"{count / 1e6:,.1f} M" if trains else "0" for count in new),
         *(f"{size:.1f}" if trains else "" for size in memory),
@@ -143,3 +154,29 @@ def test_costs_without_a_method_follow_from_the_sizes(name):
         new = "" if name == "full" else f"{lora / 1e6:.1f} M"
         expected.append((new, f"{(state + activation_bytes(config, layers)) / 1e9:.1f}"))
     assert costs_row(name) == [cell for column in zip(*expected, strict=True) for cell in column]
+
+
+def test_plan_page_has_what_dry_runs_compute(tmp_path):
+    page = (FOLDER.parent / "plan.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
+    ]
+    head, *rows = [row for row in rows if len(row) == 10]
+    configs = {"1B": LLAMA_3_2_1B, "8B": LLAMA_3_1_8B, "70B": LLAMA_3_1_70B}
+    folders = {size: write_config(tmp_path / size, config) for size, config in configs.items()}
+    assert head[1:] == [f"{size}, {what}" for what in ("GB", "GB of 8", "hours") for size in configs]
+    for name, *cells in rows:
+        method = re.sub(r"\[(.+)\]\(.+\)", r"\1", name)
+        key = {"LoRA, r = 16": "lora_bytes", "QLoRA, r = 16": "qlora_bytes", "all of the base": "base_bytes"}.get(
+            method
+        )
+        costs = [
+            upscale(base=folder, method="moda" if key else method, dry_run=True).training
+            for folder in folders.values()
+        ]
+        shown, sharded, hours = cells[:3], cells[3:6], cells[6:]
+        assert shown == [f"{cost[key or 'bytes'] / 1e9:,.0f}" for cost in costs], method
+        if not key:
+            each = [(cost["bytes"] - cost["activation_bytes"]) / 8 + cost["activation_bytes"] for cost in costs]
+            assert hours == [f"{cost['flops_per_token'] * 100e6 / 400e12 / 3600:.1f}" for cost in costs], method
+            assert sharded == [f"{size / 1e9:,.0f}" for size in each] if method != "hier-ffn" else ["", "", ""], method

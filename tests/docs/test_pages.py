@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import json
 import re
+from fnmatch import fnmatch
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from midus_hf.config.errors import install_extra
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.sft import SftArguments
 from tests.docs.snippets import ROOT, RUN_LANGUAGES, SHOWN_LANGUAGES, TAKEN, blocks_in, blocks_of, pages
+from upscalers.methods.contract import METHODS
 
 BLOCKS = [block for page in pages() for block in blocks_of(page)]
 FOUND = [ROOT.glob(pattern) for pattern in ("notebooks/*.ipynb", "configs/**/*.yaml")]
@@ -138,7 +140,9 @@ def test_marks_say_what_is_needed():
 
 
 SOURCES = [file for folder in ("midus_hf", "upscalers", "scripts", "demo") for file in ROOT.glob(f"{folder}/**/*.py")]
-FROM_A_REGISTRY = re.compile(r"midus[-_]hf\[[a-z,]+\]|pip install [^.]*midus[-_]hf")
+FROM_A_REGISTRY = re.compile(
+    r"(?:midus[-_]hf\[[a-z,]+\]|pip install [^.@]*midus[-_]hf)(?! @ git\+)(?!\[[a-z,]+\] @ git\+)"
+)
 # Commands that the README shows, and the extra that each needs.
 NEEDED = {"midus train": "train", "midus eval": "eval", "midus cluster": "clusters", "midus look": "look"}
 NEEDED |= {"python -m material": "material"}
@@ -196,3 +200,20 @@ def test_troubleshooting_quotes_messages_of_the_code():
     blocks = [block.text for block in blocks_of("docs/troubleshooting.md") if block.language == "text"]
     quoted = "".join(blocks).splitlines()
     assert quoted and [line for line in quoted if not any(says(text, line) for text in strings)] == []
+
+
+def test_peft_page_lists_methods_that_take_an_adapter_of_the_base():
+    (sentence,) = re.findall(r"Models without new layers \((.+?)\) take", text_of("docs/peft.md"))
+    listed = re.findall(r"`([^`]+)`", sentence)
+    attached = {
+        name
+        for name, method in METHODS.items()
+        if not method.adds_layers and method.__module__.startswith("upscalers.")
+    }
+    assert {name for name in attached if not any(fnmatch(name, one) for one in listed)} == set()
+    assert [one for one in listed if not any(fnmatch(name, one) for name in attached)] == []
+
+
+def test_help_of_touched_names_each_method_whose_reads_it_finds():
+    touched = command_of(["midus", "look", "touched"])[0]
+    assert "engram" in touched.help and "packs" in touched.help

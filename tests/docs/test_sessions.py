@@ -94,9 +94,7 @@ METHODS: dict[str, Any] = {
     "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}}, "moda": {}, "hier-ffn": {"options": {"sizes": [4, 3, 2, 0]}},
 }  # fmt: skip
 SESSIONS = {
-    # The small base has no chat template.
-    "README.md": Session({
-        "printf '%s\\n'": "midus ask model", '"Who owns the cache that it forwards requests to?" | midus ask model': ""}),
+    "README.md": Session(),
     "docs/quickstart.md": Session(),
     "docs/upscale.md": Session({
         **SMALL_LLAMA, "strip DIR --output DIR2": "strip smollm2-hml --output stripped",
@@ -121,8 +119,7 @@ SESSIONS = {
         "--max_length 1024 --bf16": "--max_length 64 --max_steps 2 --use_cpu true --report_to none",
     }, names=trainer_names, elsewhere=("set_trainable(model)",)),
     "docs/peft.md": Session({
-        "midus-hml.yaml": f"midus-hml.yaml --model upscaled --output merged --bf16 false {SHORT} "
-            "--corpus texts --corpus_name null --corpus_split null",
+        "TEXTS --model MODEL": f"texts --model upscaled --bf16 false {SHORT}",
         "HuggingFaceTB/SmolLM2-135M-Instruct": "small-base",
     }, models={"upscaled": "midus-hml"}, files=("",)),
     "docs/serve.md": Session(models=SMOLLM2_HML),
@@ -136,6 +133,10 @@ SESSIONS = {
     }, files=("tasks/ports.yaml",)),
     "docs/trust.md": Session(replace={"FOLDER": "model"}, models={"model": "hier-ffn"}),
     "docs/families.md": Session(replace={"Qwen/Qwen3-30B-A3B": "tiny-qwen3-moe"}),
+    "docs/plan.md": Session(replace=LLAMA_CONFIG),
+    "docs/glossary.md": Session({
+        "--base BASE": "--base base", "--at-least 0.9": "--at-least 0", "--text deleted=deleted.jsonl": "--text deleted=held-out.txt",
+    }),
     "docs/benchmarks.md": Session(replace={"FOLDER_OR_HUB_ID": "base"}),
     "docs/look-inside.md": Session({
         "addresses=...": "addresses=addresses/", "articles=...": "articles=articles.jsonl", "heads smollm2": "heads base",
@@ -325,9 +326,10 @@ def test_replaced_pieces_are_on_their_page():
     assert [(page, piece) for page, piece in pieces if piece not in texts[page]] == []
 
 
-def test_upscale_page_shows_what_a_dry_run_prints(room, monkeypatch):
+@pytest.mark.parametrize("page", ["docs/upscale.md", "docs/plan.md"])
+def test_page_shows_what_a_dry_run_prints(page, room, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    (block,) = [block for block in BLOCKS["docs/upscale.md"] if block.language == "console"]
+    (block,) = [block for block in BLOCKS[page] if block.language == "console"]
     done = run_shell(replaced("\n".join(block.commands), Session(LLAMA_CONFIG)), room, PROGRAMS)
     _, *shown = [line.split() for line in block.text.splitlines()]
     printed = [line.split() for line in done.out.splitlines()]

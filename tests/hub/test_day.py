@@ -56,7 +56,7 @@ UPSCALED = {
     "engram exact": Case(upscaling(BASE, *EXACT)),
     "engram exact, dry": Case(upscaling(BASE, *EXACT, "--dry-run")),
     "gated": Case(upscaling("org/gated"), token=True),
-    "gated, no token": Case(upscaling("org/gated"), status=2, says=("org/gated", "hf auth login")),
+    "gated, no token": Case(upscaling("org/gated"), status=2, says=("org/gated", "accept its terms", "hf auth login")),
     "gated, no access": Case(upscaling("org/refused"), token=True, status=2, says=("org/refused", "403")),
     "private, no token": Case(upscaling("org/secret"), status=2, says=("org/secret",)),
     "no such base": Case(upscaling("org/none"), status=2, says=("org/none",)),

@@ -15,6 +15,9 @@ LLAMA_3_2_3B = LLAMA_3_2_1B | {
 LLAMA_3_1_8B = LLAMA_3_2_1B | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 LLAMA_3_1_8B["tie_word_embeddings"] = False
 del LLAMA_3_1_8B["head_dim"]
+LLAMA_3_1_70B = LLAMA_3_1_8B | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+}  # fmt: skip
 
 
 def write_config(folder: Path, config: dict) -> Path:

@@ -22,6 +22,7 @@ from upscalers.architecture import layout
 from upscalers.console import Console
 from upscalers.methods.contract import METHODS, get_method
 from upscalers.request import show_progress
+from upscalers.runs.training_cost import TrainingCost
 from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
@@ -87,6 +88,13 @@ def test_methods_lists_options_paper_and_start(command):
     assert all(word in shown for word in ("midus-hml", "--set n=64", "--set k=4", "arXiv:2512.13751"))
     for name, placed in (("midus-hml", "distributed"), ("moc", "none: it adds no layers"), ("solar", "its own")):
         assert re.search(rf"^ placement +{placed} *$", command("methods", name).out, re.MULTILINE)
+    for name, trained in (
+        ("midus-hml", "the new layers"),
+        ("moc", "what is new"),
+        ("packs", "nothing"),
+        ("solar", "everything"),
+    ):
+        assert re.search(rf"^ trains +{trained} *$", command("methods", name).out, re.MULTILINE)
     lines = [line.split() for line in command("methods").out.splitlines()]
     starts = {line[0]: line[1] for line in lines if line and line[0] in METHODS}
     expected = {"midus-hml": "exact", "packs": "exact*", "solar": "changed", "lesa": "changed*"}
@@ -176,7 +184,8 @@ def test_json_report_has_the_promised_keys(command, tmp_path):
     report = result.json()
     assert (result.status, result.err, report["method"], report["model_type"]) == (0, "", "midus-hml", "midus_llama")
     promised = "method base output model_type num_layers new_layer_indices parameters bytes identity seconds"
-    assert list(report) == [*promised.split(), "peak_rss_bytes"] and report["output"] is None
+    assert list(report) == [*promised.split(), "peak_rss_bytes", "training"] and report["output"] is None
+    assert list(report["training"]) == ["tokens", *(field.name for field in fields(TrainingCost))]
     assert list(report["parameters"]) == ["base", "new", "total", "trainable"]
     assert report["bytes"] == {"read": 0, "written": 2 * report["parameters"]["total"]}
     assert report["identity"].items() >= {"checked": None, "max_abs_diff": None}.items()

@@ -271,6 +271,38 @@ def test_edited_entries_equal_upscaled_ones(base, model, tmp_path):
         assert torch.equal(logits(tmp_path / "changed", text), logits(tmp_path / "out", text))
 
 
+def test_synced_glossary_is_that_of_a_new_upscaling(base, model, tmp_path, run):
+    rows = [
+        {"name": "word40", "text": "word41"}, {"name": ["word6", "word22"], "text": "word60"}, ENTRIES[2],
+        {"name": "word44", "text": "word1"},
+    ]  # fmt: skip
+    folder, file = shutil.copytree(model, tmp_path / "model"), glossary(tmp_path, rows)
+    result = json.loads(run("sync", folder, "--corpus", file, "--json").out)
+    made(base, tmp_path, rows)
+    assert (folder / "glossary.jsonl").read_bytes() == (tmp_path / "out" / "glossary.jsonl").read_bytes()
+    assert result["added"] == [["word40"], ["word44"]] and result["replaced"] == [["word6", "word22"]]
+    assert result["deleted"] == [["word5"]] and result["entries"] == [
+        list(each["names"]) for each in list_entries(folder)["entries"]
+    ]
+    assert {"remains", "copies", "searched"} <= result.keys()
+    before = [(path.name, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
+    assert run("sync", folder, "--corpus", file).out == f"{folder}: the glossary is that of the corpus already\n"
+    assert [(path.name, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())] == before
+    more = glossary(tmp_path, [*rows[1:3], {"name": "word44", "text": "word1", "exact": True}])
+    printed = run("sync", folder, "--corpus", more).out.splitlines()
+    assert printed[:2] == [f"{folder}: replaced 1 entry: word44", f"{folder}: deleted 1 entry: word40"]
+    assert any("not searched for their texts" in line for line in printed[2:])
+
+
+def test_refused_sync_writes_nothing(model, tmp_path, run):
+    folder = shutil.copytree(model, tmp_path / "model")
+    before = file_digests(folder)
+    rows = [{"name": "word5", "text": "word1"}, {"name": ["word6", "word5"], "text": "word2"}]
+    told = run("sync", folder, "--corpus", glossary(tmp_path, rows), status=2).err
+    assert "has the name 'word5', which" in told
+    assert file_digests(folder) == before
+
+
 def test_edit_without_output_changes_the_folder(model, tmp_path, run):
     folder = shutil.copytree(model, tmp_path / "model")
     rows = glossary(tmp_path, [{"name": "word40", "text": "word41"}])
@@ -580,3 +612,6 @@ def test_touched_tells_from_ids_what_an_entry_can_change(base, model, tmp_path, 
         assert same.tolist() == [True] * first + [False] * (len(text) - first)
     assert look([*words, "--prove"]) in (0, None)
     assert "1 untouched documents computed: their logits are the same" in capsys.readouterr().out
+    assert look([*words, "--prove", "--json"]) in (0, None)
+    report = json.loads(capsys.readouterr().out)
+    assert report["proven"] == 1 and [len(digest) for digest in report["sha256"].values()] == [64]

@@ -1,4 +1,4 @@
-"""Glossaries of checkpoints: entries are listed, added, replaced or deleted, in place or in a copy."""
+"""Glossaries of checkpoints: entries are listed, added, replaced, deleted or synced, in place or in a copy."""
 
 import contextlib
 import json
@@ -111,6 +111,30 @@ def replace_entries(
     return _edit(request, "replace", replace, protect)
 
 
+def sync_entries(
+    request: EditRequest, corpus: str, common_names: bool = False, protect: str | None = None
+) -> dict[str, Any]:
+    """Make a glossary that of a corpus, as a new upscaling would, and tell what that adds, replaces and deletes.
+
+    Arguments are those of `add_entries`. A glossary that is the corpus' already is not written.
+
+    Returns:
+        As from `add_entries`, with the names of entries in `added`, in `replaced`, which have a name of an earlier entry and another
+        text, names or `exact`, and in `deleted`, of whose names the glossary has none; for these also what `delete_entries` returns.
+
+    Raises:
+        RequestError: If the model has no packs, a row is no entry, a name is one of two rows, or a protected text contains a name.
+    """
+
+    def sync(glossary: "Glossary") -> "GlossaryChange":
+        if earlier := [name for entry in glossary for name in entry.names]:
+            glossary.remove(*earlier)
+        changed = glossary.change(corpus_rows(corpus), common_names=common_names)
+        return changed._replace(new_names=[name for name in changed.new_names if name not in earlier])
+
+    return _edit(request, "sync", sync, protect)
+
+
 def delete_entries(request: EditRequest, names: Sequence[str]) -> dict[str, Any]:
     """Delete all entries that names find: the glossary has none of their rows.
 
@@ -157,7 +181,10 @@ def _edit(
         from midus_hf.memories.packs.glossary import UNPROTECTED, Glossary, read_glossary, write_glossary
 
         glossary = Glossary(tokenizer_of(opened), read_glossary(source), vocabulary_of(opened), options)
+        before = [*glossary]
         changed = change(glossary)
+        differences = _differences(before, [*glossary]) if command == "sync" else {}
+        deleted = changed.entries if command == "delete" else differences.get("deleted", [])
         remarks = [*changed.remarks]
         recorded = [each.get("protect") for each in iter_recorded_options(opened.config.get(RECORD_KEY), "packs")]
         was_protected = [name for name in recorded if name is not None and (changed.new_names or protect is not None)]
@@ -167,11 +194,12 @@ def _edit(
             remarks.append(f"{UNPROTECTED.format(was_protected[0])} Pass --protect to check them.")
         if request.output is None:
             output = source
-            # Whenever the process is killed, record and card must be true: ended promises go before the change, new ones come after.
-            remove_results(source)
-            if was_protected:
-                _record_protected(source, None)
-            write_glossary(source, glossary)
+            if [*glossary] != before:
+                # Record and card must be true whenever the process is killed: ended promises go first, new ones come last.
+                remove_results(source)
+                if was_protected:
+                    _record_protected(source, None)
+                write_glossary(source, glossary)
             if protect is not None:
                 _record_protected(source, protect)
         else:
@@ -182,9 +210,9 @@ def _edit(
                 write_glossary(partial, glossary)
                 if protect is not None or was_protected:
                     _record_protected(partial, protect)
-        left: dict[str, Any] = {}
-        if command == "delete":
-            left = {**_left(glossary, changed.entries, output), **_find_copies(changed.entries, source, output)}
+        left: dict[str, Any] = {key: [list(entry.names) for entry in each] for key, each in differences.items()}
+        if deleted:
+            left |= {**_left(glossary, deleted, output), **_find_copies(deleted, source, output)}
     return {
         "command": command,
         "model": str(request.model),
@@ -193,6 +221,23 @@ def _edit(
         "remarks": remarks,
         **left,
         "seconds": time.perf_counter() - started,
+    }
+
+
+def _differences(before: Sequence["Entry"], after: Sequence["Entry"]) -> dict[str, list["Entry"]]:
+    """Return the entries that were added, replaced or deleted, paired by names as texts find them."""
+    from midus_hf.memories.packs.names import name_of
+
+    def forms(entry: "Entry") -> set[Any]:
+        return {*entry.names, *(name_of(0, name, entry.exact)[1:3] for name in entry.names)}
+
+    same = {*before} & {*after}
+    gone, new = ([entry for entry in each if entry not in same] for each in (before, after))
+    earlier, later = ({form for entry in each for form in forms(entry)} for each in (gone, new))
+    return {
+        "added": [entry for entry in new if not forms(entry) & earlier],
+        "replaced": [entry for entry in new if forms(entry) & earlier],
+        "deleted": [entry for entry in gone if not forms(entry) & later],
     }
 
 

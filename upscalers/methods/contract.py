@@ -72,6 +72,8 @@ class Method(ABC):
     #: Exceptions to `identity`, a noun phrase, or None.
     identity_except: ClassVar[str | None] = None
     trainable: ClassVar[Literal["new", "all"]] = "new"
+    #: Whether the result has parameters that the base lacks; without them there is nothing to train.
+    adds_parameters: ClassVar[bool] = True
     #: Used if none is requested; None for a method that orders the layers itself, or adds none.
     default_placement: ClassVar[str | None] = "distributed"
     adds_layers: ClassVar[bool] = True

@@ -9,7 +9,7 @@ from upscalers.methods.memory_methods import InsertedMemoryMethod
 class MidusHml(InsertedMemoryMethod):
     """Blocks with a separate memory for each attention head (section 4.2)."""
 
-    summary = "memory blocks: attention of the next layer, then a product-key memory per head (identity at start)"
+    summary = "memory layers: attention of the next layer, then a product-key memory per head (identity at start)"
     options_class = MidusHmlOptions
 
 
@@ -17,7 +17,7 @@ class MidusHml(InsertedMemoryMethod):
 class MidusLinear(InsertedMemoryMethod):
     """Blocks with one key per slot for each head, and shared full-width values (eq. 4, 5, section 5.2)."""
 
-    summary = "memory blocks: attention of the next layer, then a key per slot over shared values (identity at start)"
+    summary = "memory layers: attention of the next layer, then a key per slot over shared values (identity at start)"
     options_class = MidusLinearOptions
 
 
@@ -25,5 +25,5 @@ class MidusLinear(InsertedMemoryMethod):
 class MidusPkm(InsertedMemoryMethod):
     """Blocks with product keys per head, and shared full-width values (sections 4.2 and 5.2)."""
 
-    summary = "memory blocks: attention of the next layer, then product keys over shared values (identity at start)"
+    summary = "memory layers: attention of the next layer, then product keys over shared values (identity at start)"
     options_class = MidusPkmOptions

@@ -32,6 +32,7 @@ class Packs(AttachedMemoryMethod):
     identity = True
     identity_except = "texts with a name of the glossary, which change from the name on"
     needs = (TRAVELLING,)
+    adds_parameters = False
     memory_options = PacksOptions
     own_options = [
         ("corpus", str | None, option(None, 'rows {"name": ..., "text": ...}: a file, folder or Hub dataset')),

@@ -134,7 +134,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class UpscaleReport:
-    """Report of an upscaling; `to_dict` returns what `--json` prints, all but the last five fields.
+    """Report of an upscaling; `to_dict` returns what `--json` prints, without the five before `training`.
 
     Args:
         method: Name of the method.
@@ -153,6 +153,7 @@ class UpscaleReport:
         kl_divergence: From the base's next-token distribution to the result's, mean over tokens, in nats; None if not compared.
         measurements: Measurements of solvers for each tensor they made.
         renumbers_layers: Whether layers of the base have other indices in the upscaled model.
+        training: What training takes, computed, of a dry run; None otherwise, and if there is nothing to train.
     """
 
     method: str
@@ -171,12 +172,14 @@ class UpscaleReport:
     kl_divergence: float | None
     measurements: list[dict[str, Any]]
     renumbers_layers: bool
+    training: dict[str, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as `--json` prints it; `upscale.json` holds the other fields too."""
         values = dataclasses.asdict(self)
         values["parameters"] = {name: count for name, count in values["parameters"].items() if count is not None}
-        return {key: value for key, value in values.items() if key not in _NOT_PRINTED}
+        unprinted = {*_NOT_PRINTED, *(["training"] if self.training is None else [])}
+        return {key: value for key, value in values.items() if key not in unprinted}
 
 
 _NOT_PRINTED = ("promises_identity", "identity_except", "kl_divergence", "measurements", "renumbers_layers")

@@ -26,6 +26,7 @@ from upscalers.plan import spell_placement
 from upscalers.record.provenance import Bytes, Identity, PushError, UpscaleReport
 from upscalers.request import Progress, check_seed, one_line, parse_options, show_progress
 from upscalers.runs.job import Job
+from upscalers.runs.training_cost import training_cost
 from upscalers.runs.writing import CheckpointFolder, write_upscaled
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -157,6 +158,7 @@ def upscale(
         promises_identity=chosen.identity,
         identity_except=chosen.identity_except if chosen.identity else None,
         renumbers_layers=job.plan.renumbers,
+        training=cost.to_dict() if dry_run and (cost := training_cost(job)) is not None else None,
         **outcome,
     )
     if push_to_hub and not dry_run:
