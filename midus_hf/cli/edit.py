@@ -204,8 +204,8 @@ _REPLACE = (
 )
 app.command("replace", help=_REPLACE)(edit_entries)
 _SYNC = (
-    "Make a glossary that of a file: entries that it lacks are deleted, others added or replaced. A row has a name, or a list of "
-    "names, and a text."
+    "Make a glossary that of a file. Entries that the file lacks are deleted, others added or replaced. A row has a name, or a list "
+    "of names, and a text."
 )
 app.command("sync", help=_SYNC)(edit_entries)
 

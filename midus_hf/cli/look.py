@@ -125,7 +125,7 @@ def touched(
     prove: Annotated[bool, flag("--prove", "Also compute untouched documents with and without the memory.")] = False,
     dtype: Dtype = "auto", device: Device = None, output: Output = None, json_: Json = False,
 ) -> None:  # fmt: skip
-    """Show where texts read known n-grams (engram) or a glossary (packs)."""
+    """Show where texts read n-grams (engram) or names (packs)."""
     asked, documents = Model(model, dtype, device), _read_documents(text, column)
     _answer(lambda: answer_touched(asked, documents, prove), output, json_)
 
