@@ -111,7 +111,7 @@ SESSIONS = {
         **SMALL_LLAMA, "TEXTS": f"texts {SHORT}", "HELD_OUT": "held_out --max-tokens 64 --sequence-length 32",
         "--save_steps 100": "--save_steps 1",
         "CHATS.jsonl": "instructions.jsonl --max_steps 2 --max_length 64 --per_device_train_batch_size 2",
-        'gateway?"': 'gateway?" --max-new-tokens 2', 'listen on?"\n': 'listen on?" --max-new-tokens 2\n',
+        'gateway?"': 'gateway?" --max-new-tokens 2',
         "--base BASE": "--base base", "PACKAGE": "json",
     }, models={"pretrained": "midus-hml"}),
     "docs/trainer.md": Session({
