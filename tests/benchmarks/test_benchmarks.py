@@ -241,7 +241,7 @@ def test_processor_time_is_that_of_a_process():
     seconds, gigabytes, said = glossaries.spent([sys.executable, "-c", "print(sum(range(3_000_000)))"])
     assert said == "4499998500000\n"
     assert 0 < seconds < 60
-    assert 0 < gigabytes < 1
+    assert gigabytes > 0  # it also counts what this process had when it forked
     with pytest.raises(SystemExit, match="failed"):
         glossaries.spent([sys.executable, "-c", "1 / 0"])
 
