@@ -149,7 +149,7 @@ def carried_module(config: Any) -> str:
         each for entry in memories.entries for each in (type(entry.options), layer_class(entry.options))
     )
     # Base layers host nothing, but hand inputs on to inserted memories.
-    hosts_base = bool(memories.attached) or any(_needs_inputs(entry.options) for entry in memories.entries)
+    hosts_base = bool(memories.attached) or any(_takes_inputs(entry.options) for entry in memories.entries)
     case = (type(config), kinds, hosts_base, *types)
     if case not in _written:
         named = {entry.rpartition(".")[2] for entry in config.to_dict()["auto_map"].values()}
@@ -168,9 +168,9 @@ def carried_module(config: Any) -> str:
     return _written[case]
 
 
-def _needs_inputs(options: Any) -> bool:
-    needed_services = getattr(layer_class(options), "needed_services", None)
-    return needed_services is not None and bool(needed_services(options))
+def _takes_inputs(options: Any) -> bool:
+    memory_class = layer_class(options)
+    return bool(memory_class.forward_arguments or memory_class.needed_services(options))
 
 
 # Sources written in this process, since a training run saves the same code often.

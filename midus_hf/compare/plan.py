@@ -27,9 +27,8 @@ from upscalers.plan import spell_placement
 from upscalers.request import parse_options
 from upscalers.runs.upscale import upscale
 
-Rate = Mapping[
-    str, float | None
-]  # rate keys of `midus train`, such as `learning_rate`; null is one that the run measures
+# Rate keys of `midus train`, such as `learning_rate`; null is one that the run measures.
+Rate = Mapping[str, float | None]
 
 BASE = "base"  # name of the run that measures the base
 TEXT_KINDS = ("domain", "retention", "validation")  # keys of mappings of measured texts
@@ -46,7 +45,8 @@ def rate_name(rate: Rate) -> str:
     """Return a rate's folder name, without `learning_rate`: `0.001`, `0.001,value=0.01`, `measured`, or `recipe`."""
     parts = []
     for key, value in rate.items():
-        name, number = key.removesuffix("learning_rate").rstrip("_"), "measured" if value is None else f"{value:g}"
+        name = key.removesuffix("learning_rate").rstrip("_")
+        number = "measured" if value is None else f"{value:g}"
         parts.append(f"{name}={number}" if name else number)
     return ",".join(parts) or "recipe"
 

@@ -57,7 +57,7 @@ class Result:
         tasks: Metrics of the trained model by task and name.
         shuffled: Losses after the rows of the trained model's value tables were permuted; `saved`: those before.
         control: Name of a null control; `control_of`: its variant.
-        measured_rates: Rates that the run measured, by key.
+        measured_rates: Rates that the run found for itself, by key.
         starts_at_base: Whether the upscaled model was verified to compute the same as the base; None if nothing was.
         is_causal: Whether every token is computed without later tokens.
         tokens: Number of tokens that it trained on, in `seconds`.
@@ -225,7 +225,8 @@ def _train(run: Run, comparison: Comparison) -> Result:
             "text, or a smaller per_device_train_batch_size."
         )
     if None in run.rate.values():
-        made["measured_rates"] = rates_in(Path(trained) / RUN_CONFIG)
+        recorded = rates_in(Path(trained) / RUN_CONFIG)
+        made["measured_rates"] = {key: rate for key, rate in recorded.items() if keys.get(key) is None}
     if SHUFFLED in variant.controls:
         shuffle(trained, shuffled, run.seed)
         made["saved"] = _measure_texts(trained, run, comparison)

@@ -48,7 +48,8 @@ def read_held_out_rows(
     stream: Iterable[Mapping[str, Any]], share: float, column: str, num_tokens: int
 ) -> list[Mapping[str, Any]]:
     """Return a stream's first held-out rows, about as many as have `num_tokens`; few if its texts are few."""
-    held_out, enough = list[Mapping[str, Any]](), _CHARACTERS_PER_TOKEN * num_tokens
+    held_out: list[Mapping[str, Any]] = []
+    enough = _CHARACTERS_PER_TOKEN * num_tokens
     num_read = num_held = 0
     for row in stream:
         text = row[column]
@@ -64,14 +65,12 @@ def read_held_out_rows(
 
 
 def choose_measured(sequences: "Dataset", num_trained: int) -> "Dataset":
-    """Return sequences at equal distances, at most `MEASURED_SHARE` of the number that a run trains on."""
+    """Return sequences at equal distances, at most `MEASURED_SHARE` of those that a run trains on, or `MIN_MEASURED`."""
     count = min(len(sequences), max(MIN_MEASURED, round(MEASURED_SHARE * num_trained)))
     return sequences.select(np.linspace(0, len(sequences) - 1, count).round().astype(int))
 
 
-def note_nothing_held_out(key: str, num_rows: int, share: float, unit: str) -> None:
-    """Print that a run measures nothing, since its texts are too few."""
-    print_note(
-        f"{key}: {num_rows:,} {unit} are too few to hold out {share:.0%} of them, so what the run learns is not measured; give "
-        "held-out texts by eval_text, or raise eval_share"
-    )
+def note_nothing_held_out(key: str, reason: str) -> None:
+    """Print that a run measures nothing, and why."""
+    remedy = "give held-out texts by eval_text, or raise eval_share"
+    print_note(f"{key}: {reason}, so what the run learns is not measured; {remedy}")

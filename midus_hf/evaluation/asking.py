@@ -141,8 +141,12 @@ class Conversation:
 
 def _num_common(ids: Sequence[int], other: Sequence[int]) -> int:
     """Return how many ids both begin with."""
-    differing = (at for at, pair in enumerate(zip(ids, other, strict=False)) if pair[0] != pair[1])
-    return next(differing, min(len(ids), len(other)))
+    count = 0
+    for each, its_pair in zip(ids, other, strict=False):
+        if each != its_pair:
+            break
+        count += 1
+    return count
 
 
 def _crop(cache: Any, num_tokens: int) -> bool:

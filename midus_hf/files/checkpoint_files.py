@@ -162,7 +162,8 @@ def named_classes(path: Path) -> list[str]:
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    found, parts = list[str](), [(content, "")]
+    found: list[str] = []
+    parts = [(content, "")]
     while parts:
         part, within = parts.pop()
         if isinstance(part, str) and within in ("auto_map", "impl", "configuration_files"):

@@ -104,6 +104,11 @@ class MemoryModule(DeclaredModule):
         self.options: Any = options
 
     @classmethod
+    def needed_services(cls, options: Any) -> tuple[Any, ...]:
+        """Return the services that a memory of these options needs. Default: all of the class."""
+        return cls.services
+
+    @classmethod
     def check_attention(cls, implementation: str | None) -> None:
         """Refuse an implementation of attention, by name; None lets Transformers choose. Default: none."""
 

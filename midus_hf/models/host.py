@@ -246,17 +246,10 @@ class MemoryModel(HostMixin, HostStack):
     def __init__(self, config):
         super().__init__(config)
         memories = memories_of(config)
-        layer: Any
-        hosting: list[Any] = []
-        inserted = memories.inserted
-        for index in sorted(range(config.num_hidden_layers), key=lambda index: index not in inserted):
-            is_inserted = index in inserted
-            if not (is_inserted or memories.attached or any(layer.takes_inputs for layer in hosting)):
-                break  # without inputs of memories, which all layers are called with
-            hosts, layer = self.block_classes if is_inserted else self.layer_classes, self.layers[index]
-            layer.__class__ = next(each for each in hosts if each.family_class is type(layer))
-            layer.host(config, index, memories)
-            hosting.append(layer)
+        hosting = [self._make_host(index, self.block_classes, memories) for index in sorted(memories.inserted)]
+        if memories.attached or any(layer.takes_inputs for layer in hosting):  # which all layers are called with
+            others = [index for index in range(config.num_hidden_layers) if index not in memories.inserted]
+            hosting += [self._make_host(index, self.layer_classes, memories) for index in others]
         # By the name of the memory, empty for an inserted one, and the layer.
         hosted: dict[tuple[str, int], MemoryModule] = {}
         for index, each in enumerate(self.layers):
@@ -275,6 +268,13 @@ class MemoryModel(HostMixin, HostStack):
         taken_names = (type(layer).__name__ for layer in hosting)
         self._no_split_modules = {*(self._no_split_modules or ()), *taken_names}
         self.post_init()  # type: ignore[operator]
+
+    def _make_host(self, index: int, classes: tuple[Any, ...], memories: Memories) -> Any:
+        """Make a layer one that hosts memories, by the class of its family, and return it."""
+        layer: Any = self.layers[index]
+        layer.__class__ = next(each for each in classes if each.family_class is type(layer))
+        layer.host(self.config, index, memories)
+        return layer
 
     def forward(
         self,

@@ -88,10 +88,10 @@ def _noting_silence(name: str) -> Iterator[None]:
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
+    hooks = get_session().event_hooks
     if constants.HF_HUB_OFFLINE or not _watched.acquire(blocking=False):
         yield
         return
-    hooks = get_session().event_hooks
     waiting = dict[int, tuple[str, float]]()  # by thread: the address that it asked, and since when
     has_ended = threading.Event()
 
@@ -105,7 +105,9 @@ def _noting_silence(name: str) -> Iterator[None]:
 
     def watch() -> None:
         while not has_ended.wait(_SECONDS_OF_SILENCE / 10):
-            since = min((begun for _, begun in [*waiting.values()]), default=math.inf)
+            frames = sys._current_frames()
+            asked = [*waiting.items()]
+            since = min((begun for thread, (_, begun) in asked if _is_asking(frames.get(thread))), default=math.inf)
             if time.monotonic() - since >= _SECONDS_OF_SILENCE:
                 print_note(f"{name}: the Hub has not answered for {_SECONDS_OF_SILENCE:.0f} s. Still waiting")
                 return
@@ -122,6 +124,15 @@ def _noting_silence(name: str) -> Iterator[None]:
         hooks["request"].remove(begin)
         hooks["response"].remove(end)
         _watched.release()
+
+
+def _is_asking(frame: Any) -> bool:
+    """Return whether a thread is within huggingface_hub, which it leaves when a request fails for good."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == "huggingface_hub":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _fetched(error: BaseException) -> str:

@@ -144,7 +144,9 @@ class TopicNames:
 
     def paths(self, rows: "Dataset | Mapping[str, Sequence[Any]]", label: str = _CORPUS) -> np.ndarray:
         """Return each text's path by its names, `[texts, levels]`, int64; messages say `label`."""
-        branching, paths, alike = self.branching, [], dict(_names_by_look(self.names))
+        branching = self.branching
+        paths = []
+        alike = dict(_names_by_look(self.names))
         for number, path in enumerate(_paths_of_names(rows, self.columns, label), start=1):
             below, node, nodes = self.names, 0, []
             above: tuple[str, ...] = ()

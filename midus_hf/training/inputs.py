@@ -194,7 +194,8 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
 
     depth = max((max(layout.levels) for layout in banks.values()), default=None)
     train: Any
-    share, measured = arguments.eval_share, None
+    share = arguments.eval_share
+    measured = None
     corpus = arguments.corpus or []
     named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
     if arguments.streaming:
@@ -245,10 +246,11 @@ def _pack_held_out(rows: Any, arguments: Any, pack: Callable[[str, Any], Any]) -
     try:
         if not len(train) or not len(held_out):
             raise TooFewTokensError
-        pack("corpus", train)
+        pack("corpus", train)  # raises if too few texts are left; packed again by the caller, from the cache
         sequences = pack("corpus", held_out)[0].sequences
     except TooFewTokensError:
-        note_nothing_held_out("corpus", len(rows), arguments.eval_share, "documents")
+        share = f"{arguments.eval_share:.0%}"
+        note_nothing_held_out("corpus", f"{len(rows):,} documents are too few to hold out {share} of them")
         return rows, None
     if arguments.process_index == 0:
         print(f"corpus: {len(held_out):,} of {len(rows):,} documents are held out, to measure what is learned")
@@ -267,7 +269,7 @@ def _pack_held_out_of_stream(stream: Any, arguments: Any, pack: Callable[[str, A
             raise TooFewTokensError
         sequences = pack("corpus", Dataset.from_list(rows))[0].sequences
     except TooFewTokensError:
-        note_nothing_held_out("corpus", len(rows), arguments.eval_share, "documents held out")
+        note_nothing_held_out("corpus", f"the {len(rows):,} documents that were held out fill no sequence")
         return None
     if arguments.process_index == 0:
         print(

@@ -39,12 +39,12 @@ from midus_hf.models.view import has_adapters
 from midus_hf.sources.downloads import connection_errors
 from midus_hf.training.checkpoints import resume_hint, resumed_checkpoint
 from midus_hf.training.optim import restore_dtypes, whole_numel
-from midus_hf.training.outcome import HELD_OUT, OWN_TEXT
+from midus_hf.training.outcome import GLOSSARY, HELD_OUT, OWN_TEXT
 
 # Keys that may change when a run is resumed, because they do not change what is computed.
 _FREE = re.compile(
     "(output_dir|resume_|run_name|project|attn_implementation|use_cpu|skip_memory_metrics|log_level"
-    "|logging_|save_|load_best_model|eval_|per_device_|gradient_accumulation|metric_for_best|greater_is_better|push_to_hub|hub_"
+    "|logging_|save_|load_best_model|eval_(?!share)|per_device_|gradient_accumulation|metric_for_best|greater_is_better|push_to_hub|hub_"
     "|activation_checkpointing|gradient_checkpointing|dataloader_(num_workers|prefetch|persistent)|disable_tqdm).*"
 )
 _SEQUENCES = "sequences_per_step"
@@ -118,7 +118,8 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
         rates = {}
         if checkpoint is not None:
             if arguments.learning_rate is None:
-                rates = rates_in(checkpoint.parent / RUN_CONFIG)
+                recorded = rates_in(checkpoint.parent / RUN_CONFIG)
+                rates = {key: rate for key, rate in recorded.items() if getattr(arguments, key) is None}
             _check_same_run({**_record(arguments), **rates}, checkpoint.parent / RUN_CONFIG)
         elif files and not (resume == "auto" and is_begun):
             raise RequestError(
@@ -274,7 +275,7 @@ def add_training(card: str, arguments: Any, state: TrainerState) -> str:
     final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
     saved = saved_step(arguments, state)
     rows = []  # of held-out losses before the first step and of the saved model
-    for name in arguments.eval_texts or (HELD_OUT, OWN_TEXT):
+    for name in arguments.eval_texts or (HELD_OUT, GLOSSARY, OWN_TEXT):
         measured = f"eval_{name}_" if name else "eval_"
         by_step = {event["step"]: event for event in state.log_history if f"{measured}loss" in event}
         numbers = [

@@ -95,7 +95,8 @@ def read_chat_texts(
         return RunTexts(chats, held_out, "")  # the Trainer knows how much of them is read
     train, held_out = split_held_out(chats, arguments.eval_share, chats.column_names)
     if not len(train) or not len(held_out):
-        note_nothing_held_out("dataset_name", len(chats), arguments.eval_share, "rows")
+        share = f"{arguments.eval_share:.0%}"
+        note_nothing_held_out("dataset_name", f"{len(chats):,} rows are too few to hold out {share} of them")
         return RunTexts(chats, None, "")
     if arguments.process_index == 0:
         print(f"dataset_name: {len(held_out):,} of {len(chats):,} rows are held out, to measure what is learned")
@@ -141,9 +142,11 @@ def make_sft_trainer(
     if arguments.eval_share and texts.held_out is not None:
         measured: Any = trainer.eval_dataset
         with_loss = measured[HELD_OUT].filter(has_loss, input_columns=columns, load_from_cache_file=False)
-        trainer.eval_dataset, trainer.args.eval_on_start = {**measured, HELD_OUT: with_loss}, len(with_loss) > 0
+        trainer.eval_dataset = {**measured, HELD_OUT: with_loss}
+        trainer.args.eval_on_start = len(with_loss) > 0
         if not len(with_loss):
-            note_nothing_held_out("dataset_name", len(chats), arguments.eval_share, "rows with an answer")
+            count = f"{len(measured[HELD_OUT]):,}"
+            note_nothing_held_out("dataset_name", f"none of the {count} rows that were held out has an answer")
     return trainer
 
 

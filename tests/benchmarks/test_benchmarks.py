@@ -203,7 +203,7 @@ def test_generated_stream_is_read_once_and_continues(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["streaming.csv"]
 
 
-def test_first_tokens_are_measured_by_turns(tmp_path):
+def test_pack_benchmark_has_each_variant_and_length(tmp_path):
     base = save_tiny_model("llama", tmp_path / "base")
     chat_tokenizer().save_pretrained(base)
     words = ["--base", str(base), "--texts", "8,16", "--rounds", "2"]

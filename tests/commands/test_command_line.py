@@ -397,7 +397,7 @@ def test_error_of_a_library_is_a_failure_with_our_place(body, said, is_of_librar
 @pytest.mark.parametrize(
     "words", [["upscale", "--base", "~/b", "--method", "solar", "--dry-run"], ["midus flops", "~/b"]]
 )
-def test_a_path_in_an_unknown_home_is_refused(words, no_home, as_command):
+def test_path_in_unknown_home_is_refused(words, no_home, as_command):
     done = as_command(words[0])(*words[1:])
     assert (done.status, done.out) == (2, "")
     assert done.err == f"{words[0]}: a path begins with '~', and there is no such home folder. Give the whole path.\n"

@@ -100,7 +100,7 @@ def test_table_of_measured_rates_is_what_the_results_say():
             rows.append([one.variant, rates, f"{learned:.3f}", f"{known:.3f}", f"{learned / known:.0%}", *changes])
         rows.sort(key=lambda row: int(row[4].strip("%")), reverse=True)
         expected += [[model if number == 0 else "", *row] for number, row in enumerate(rows)]
-    assert table_cells("| model | variant | rates measured |") == expected
+    assert table_cells("| model | variant | rates of the run |") == expected
 
 
 def test_curve_table_is_what_the_results_say():

@@ -202,7 +202,7 @@ def test_troubleshooting_quotes_messages_of_the_code():
     assert quoted and [line for line in quoted if not any(says(text, line) for text in strings)] == []
 
 
-def test_peft_page_lists_methods_that_take_an_adapter_of_the_base():
+def test_peft_page_lists_methods_without_new_layers():
     (sentence,) = re.findall(r"Models without new layers \((.+?)\) take", text_of("docs/peft.md"))
     listed = re.findall(r"`([^`]+)`", sentence)
     attached = {

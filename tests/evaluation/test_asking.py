@@ -149,3 +149,8 @@ def test_models_with_a_cache_of_their_own_begin_anew(implementation):
     model = tiny_model("llama", torch.float64)
     model.generation_config.cache_implementation = implementation
     check_turns(model)
+    conversation, chat = Conversation(model), words(1)
+    grown = [*chat, *conversation.answer(inputs_of(chat), NEW_TOKENS).tolist(), *words(2)]
+    with counted(model) as lengths:
+        conversation.answer(inputs_of(grown), NEW_TOKENS)
+    assert lengths[0] == len(grown)

@@ -182,7 +182,7 @@ def test_card_results_are_left_out_with_a_note(before, results, after, newline, 
 
 
 @pytest.mark.parametrize("content", [b"caf\xe9\r\n", b"\xff\n\xfe", "\ufeff# caf\u00e9\n".encode()])
-def test_a_card_is_written_with_the_bytes_it_had(content, tmp_path):
+def test_card_keeps_its_bytes(content, tmp_path):
     (tmp_path / "README.md").write_bytes(content)
     card = read_card(tmp_path)
     write_card(tmp_path, f"{card}more")
@@ -191,7 +191,7 @@ def test_a_card_is_written_with_the_bytes_it_had(content, tmp_path):
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_a_section_goes_whatever_its_line_ends(newline):
+def test_card_section_is_removed_with_any_line_end(newline):
     card = "# Title\n\n## Protected texts\n\nall\n\n## Trained\n\nlong\n".replace("\n", newline)
     left = without_section(card, "## Protected texts")
     assert left.split() == ["#", "Title", "##", "Trained", "long"]

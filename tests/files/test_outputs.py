@@ -117,6 +117,6 @@ def test_missing_file_locks_give_a_note(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == line
 
 
-def test_a_full_disk_is_told_without_a_home(no_home, monkeypatch):
+def test_full_disk_is_reported_without_home(no_home, monkeypatch):
     monkeypatch.delenv("HF_HOME", raising=False)
     assert "No space left on device" in str(as_disk_error(OSError(errno.ENOSPC, "No space left on device")))

@@ -11,7 +11,7 @@ from hub.repositories import Answer, Hub
 
 
 class LoopbackHub(Hub):
-    """A Hub that listens; `served` starts and ends it."""
+    """A Hub that listens; `serving` starts and ends it."""
 
     def __init__(self) -> None:
         super().__init__()

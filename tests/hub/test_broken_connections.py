@@ -116,6 +116,8 @@ def test_answering_hub_is_not_noted(hub, monkeypatch):  # noqa: F811
     hub.repositories["org/base"] = Repository({"config.json": b"{}"})
     noted = Mock()
     monkeypatch.setattr(downloads, "print_note", noted)
+    monkeypatch.setattr(downloads, "_SECONDS_OF_SILENCE", 0.1)
     with fetching("org/base"), fetching("a part of it"):
         HfApi().model_info("org/base")
+        time.sleep(0.3)  # an answered request is no longer waited for
     noted.assert_not_called()

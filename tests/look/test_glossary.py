@@ -99,7 +99,7 @@ def folder(tmp_path_factory):
     return room
 
 
-def test_a_batch_size_of_questions_is_refused(folder, capsys):
+def test_batch_size_of_questions_is_refused(folder, capsys):
     assert look(["glossary", str(folder / "model"), "--questions", "x.jsonl", "--batch-size", "2"]) == 2
     assert "batch-size is 2 and questions are given, which are asked one by one" in capsys.readouterr().err
 

@@ -241,11 +241,14 @@ def test_switched_off_layers_and_autocast_are_seen():
     with keep_readings(model):
         before = computed(model)
         with without_memories(model.model.layers, ["packs"]):
-            computed(model)
+            off = computed(model)
+        assert not torch.equal(off, before)
         assert torch.equal(computed(model), before)
         with torch.autocast("cpu", torch.bfloat16):
             cast = computed(model)
         assert torch.equal(computed(model), before)
+    with without_memories(model.model.layers, ["packs"]):
+        assert torch.equal(read_anew(model), off)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(read_anew(model), cast)
 

@@ -137,7 +137,7 @@ def test_corpus_option_needs_a_method_that_reads_one(command, base, tmp_path, mo
         assert (refused.status, refused.err.count("\n")) == (2, 1) and said in refused.err
 
 
-def test_a_config_file_names_a_corpus(command, base, tmp_path, monkeypatch):
+def test_config_file_names_a_corpus(command, base, tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text('{"name": "word5", "text": "word7"}\n')
     requests = []
     monkeypatch.setattr("upscalers.runs.upscale.upscale", lambda **request: requests.append(request) or 1 / 0)
@@ -162,7 +162,7 @@ def test_a_config_file_names_a_corpus(command, base, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", ["--no-verify", "--seed 0"])
-def test_an_option_without_a_base_is_refused(command, words):
+def test_option_without_a_base_is_refused(command, words):
     done = command(*words.split())
     assert done.status == 2
     assert "--base is missing" in done.err

@@ -121,7 +121,7 @@ def test_table_has_every_method():
 
 
 @pytest.mark.parametrize(("place", "said"), [("private", "Repository Not Found"), ("gated", "restricted|gated")])
-def test_a_base_without_rights_is_refused(place, said, bases, made, monkeypatch, tmp_path):
+def test_base_without_rights_is_refused(place, said, bases, made, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     with pytest.raises(RequestError, match=rf"'{PLACES[place]}' is no local folder, and the Hub .*({said})"):
@@ -129,7 +129,7 @@ def test_a_base_without_rights_is_refused(place, said, bases, made, monkeypatch,
 
 
 @pytest.mark.parametrize("name", ["packs", "engram, exact"])
-def test_a_base_without_tokenizer_is_refused_before_weights(name, bases, made):
+def test_base_without_tokenizer_is_refused_before_weights(name, bases, made):
     files = bases.repositories["org/base"].files
     bases.repositories["org/base"].files = {file: content for file, content in files.items() if "token" not in file}
     with pytest.raises(
@@ -139,7 +139,7 @@ def test_a_base_without_tokenizer_is_refused_before_weights(name, bases, made):
     assert weights_downloaded(bases) == []
 
 
-def test_a_dry_run_warns_of_a_missing_tokenizer(bases, made):
+def test_dry_run_warns_of_a_missing_tokenizer(bases, made):
     files = bases.repositories["org/base"].files
     bases.repositories["org/base"].files = {file: content for file, content in files.items() if "token" not in file}
     progress = Recorder()
@@ -166,7 +166,7 @@ def test_what_a_dry_run_refuses_is_refused_before_weights(case, bases, made, tmp
     assert weights_downloaded(bases) == []
 
 
-def test_an_adapter_on_the_hub_is_refused_before_weights(bases, made):
+def test_adapter_on_the_hub_is_refused_before_weights(bases, made):
     bases.repositories["org/base"].files["adapter_config.json"] = b"{}"
     with pytest.raises(RequestError, match="holds a PEFT adapter"):
         upscale(base="org/base", output="out", **made("moc")[0])
@@ -174,7 +174,7 @@ def test_an_adapter_on_the_hub_is_refused_before_weights(bases, made):
 
 
 @pytest.mark.parametrize("name", ["packs", "engram, exact"])
-def test_a_comparison_is_planned_without_weights(name, bases, made):
+def test_comparison_is_planned_without_weights(name, bases, made):
     request = made(name)[0]
     options = {**request["options"]}
     variant = VariantOptions(
@@ -204,7 +204,7 @@ def test_blocks_on_the_hub_are_listed_without_weights(bases, made):
     assert all(file.startswith("memory_bank/") for file in weights_downloaded(bases))
 
 
-def test_an_edit_of_a_model_on_the_hub_carries_its_code(bases, made, tmp_path):
+def test_edit_of_a_model_on_the_hub_carries_its_code(bases, made, tmp_path):
     folder = made("packs")[2]
     bases.repositories["me/packs"] = Repository(files_of(folder))
     add_entries(EditRequest("me/packs", tmp_path / "edited"), glossary(tmp_path, "word6"))
@@ -212,7 +212,7 @@ def test_an_edit_of_a_model_on_the_hub_carries_its_code(bases, made, tmp_path):
     assert (tmp_path / "edited" / "modeling_midus.py").read_bytes() == (folder / "modeling_midus.py").read_bytes()
 
 
-def test_a_deletion_of_blocks_on_the_hub_reads_the_run(bases, made, tmp_path):
+def test_deletion_of_blocks_on_the_hub_reads_the_run(bases, made, tmp_path):
     folder = made("hier-ffn")[2]
     run = b"corpus: texts.jsonl\ntrainable: all\n"
     bases.repositories["me/blocks"] = Repository({**files_of(folder), "train_config.yaml": run})

@@ -21,6 +21,8 @@ from midus_hf.cli.upscale import main as upscale_command
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.outputs import exclusive
+from midus_hf.memories.packs.glossary import is_new_name
+from midus_hf.memories.packs.names import NameIndex, name_of
 from tests.tiny import save_tiny_model, save_tiny_tokenizer
 from tests.upscalers import checkpoints, contents
 from tests.upscalers.checkpoints import save_base
@@ -294,6 +296,14 @@ def test_synced_glossary_is_that_of_a_new_upscaling(base, model, tmp_path, run):
     assert any("not searched for their texts" in line for line in printed[2:])
 
 
+def test_name_that_is_no_longer_exact_is_new():
+    exact, plain = (name_of(0, "word44", is_exact) for is_exact in (True, False))
+    found = [
+        is_new_name(NameIndex([before]), after) for before, after in [(exact, plain), (plain, exact), (plain, plain)]
+    ]
+    assert found == [True, False, False]
+
+
 def test_refused_sync_writes_nothing(model, tmp_path, run):
     folder = shutil.copytree(model, tmp_path / "model")
     before = file_digests(folder)
@@ -445,7 +455,7 @@ def test_a_glossary_of_the_hub_is_listed_not_changed(model, hub, run):
     assert len(entries_in(Path("without"))) == 2
 
 
-def test_a_glossary_is_edited_without_a_home(no_home, base, tmp_path, run, monkeypatch):
+def test_glossary_is_edited_without_a_home(no_home, base, tmp_path, run, monkeypatch):
     for name in ("HF_HOME", "HF_DATASETS_CACHE"):
         monkeypatch.delenv(name, raising=False)
     types._rows.cache_clear()

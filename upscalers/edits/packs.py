@@ -125,12 +125,15 @@ def sync_entries(
     Raises:
         RequestError: If the model has no packs, a row is no entry, a name is one of two rows, or a protected text contains a name.
     """
+    from midus_hf.memories.packs.glossary import is_new_name, names_of
 
     def sync(glossary: "Glossary") -> "GlossaryChange":
+        before = glossary.index
         if earlier := [name for entry in glossary for name in entry.names]:
             glossary.remove(*earlier)
         changed = glossary.change(corpus_rows(corpus), common_names=common_names)
-        return changed._replace(new_names=[name for name in changed.new_names if name not in earlier])
+        names = [pair for entry in changed.entries for pair in names_of(0, entry).items()]
+        return changed._replace(new_names=[given for name, given in names if is_new_name(before, name)])
 
     return _edit(request, "sync", sync, protect)
 
@@ -229,11 +232,14 @@ def _differences(before: Sequence["Entry"], after: Sequence["Entry"]) -> dict[st
     from midus_hf.memories.packs.names import name_of
 
     def forms(entry: "Entry") -> set[Any]:
-        return {*entry.names, *(name_of(0, name, entry.exact)[1:3] for name in entry.names)}
+        names = [name_of(0, name, entry.exact) for name in entry.names]
+        return {*entry.names, *((name.folded, name.written) for name in names)}
 
     same = {*before} & {*after}
-    gone, new = ([entry for entry in each if entry not in same] for each in (before, after))
-    earlier, later = ({form for entry in each for form in forms(entry)} for each in (gone, new))
+    gone = [entry for entry in before if entry not in same]
+    new = [entry for entry in after if entry not in same]
+    earlier = {form for entry in gone for form in forms(entry)}
+    later = {form for entry in new for form in forms(entry)}
     return {
         "added": [entry for entry in new if not forms(entry) & earlier],
         "replaced": [entry for entry in new if forms(entry) & earlier],

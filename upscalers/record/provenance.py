@@ -178,8 +178,9 @@ class UpscaleReport:
         """Return the report as `--json` prints it; `upscale.json` holds the other fields too."""
         values = dataclasses.asdict(self)
         values["parameters"] = {name: count for name, count in values["parameters"].items() if count is not None}
-        unprinted = {*_NOT_PRINTED, *(["training"] if self.training is None else [])}
-        return {key: value for key, value in values.items() if key not in unprinted}
+        if self.training is None:
+            del values["training"]
+        return {key: value for key, value in values.items() if key not in _NOT_PRINTED}
 
 
 _NOT_PRINTED = ("promises_identity", "identity_except", "kl_divergence", "measurements", "renumbers_layers")

@@ -43,7 +43,9 @@ class TrainingCost:
 
 def training_cost(job: Job) -> TrainingCost | None:
     """Return what training takes; None if there is nothing to train, or the config lacks a size."""
-    counts, sizes, vocabulary = job.counts(), job.layout.sizes, job.config.get("vocab_size")
+    counts = job.counts()
+    sizes = job.layout.sizes
+    vocabulary = job.config.get("vocab_size")
     hidden, wide = sizes.hidden_size, sizes.intermediate_size
     if not counts.trainable or not isinstance(vocabulary, int) or not wide:
         return None
@@ -59,9 +61,11 @@ def training_cost(job: Job) -> TrainingCost | None:
         for tensor in layer.values()
         if tensor.role in _PROJECTIONS and len(tensor.shape) == 2
     ]
-    projections, adapters = (sum(map(count, shapes)) for count in (math.prod, lambda shape: _LORA_RANK * sum(shape)))
+    projections = sum(map(math.prod, shapes))
+    adapters = sum(_LORA_RANK * sum(shape) for shape in shapes)
     adapted = _TRAINED_BYTES * adapters + activations(job.base.num_layers)
     counted = count_parameters(job.config)
+    # Scores and weighted values of all tokens, later ones included.
     attention = 4 * TOKENS * sizes.num_heads * sizes.head_dim * len(job.layout.layers)
     used = counted["activated_without_embeddings"] + hidden * vocabulary + (counts.fetched or 0)
     return TrainingCost(

@@ -145,6 +145,7 @@ def upscale(
                 if push_to_hub:
                     push_to_hub = prepare_repository(push_to_hub, private)
                 outcome = write_upscaled(job, folder, max_shard_bytes, verify, progress, push_to_hub)
+    cost = training_cost(job) if dry_run else None
     report = UpscaleReport(
         method=chosen.name,
         base=str(base),
@@ -158,7 +159,7 @@ def upscale(
         promises_identity=chosen.identity,
         identity_except=chosen.identity_except if chosen.identity else None,
         renumbers_layers=job.plan.renumbers,
-        training=cost.to_dict() if dry_run and (cost := training_cost(job)) is not None else None,
+        training=None if cost is None else cost.to_dict(),
         **outcome,
     )
     if push_to_hub and not dry_run:

@@ -127,8 +127,8 @@ def _zero_gains(job: Job) -> dict[str, float]:
 
     scales = {}
     for name, source in job.method.zero_gains(job.base, job.plan).items():
-        layer = job.base.layout.backbone_layers[int(source.split(".layers.")[1].partition(".")[0])]
-        offset = layer[name.split(".", 2)[2]].offset or 0.0
+        _, index, own = name.split(".", 2)
+        offset = job.layout.backbone_layers[int(index)][own].offset or 0.0
         gains = read_tensor(job.base.tensors[source], torch.float32) + offset
         scales[name] = float(f"{gains.pow(2).mean().sqrt().item():.4g}")
     return scales

@@ -145,16 +145,18 @@ class Tokens(Service):
         tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
         may_hold = not (isinstance(mask, torch.Tensor) and mask.dim() == 2) and cache is None
         positions = positions.expand(len(tokens), -1) if positions is not None and positions.dim() == 2 else None
-        given, shown = mask if own["token_mask"] is None else own["token_mask"], shown_tokens(mask)
+        given = mask if own["token_mask"] is None else own["token_mask"]
+        shown = shown_tokens(mask)
         places = token_places(given, positions, tokens.shape[1], may_hold_documents=may_hold)
         if shown is None or self.reader is None or torch.compiler.is_compiling():
             return places
-        before, spare = 0 if cache is None else int(cache.get_seq_length()), shown.shape[2] - tokens.shape[1]
-        first = before if spare >= before else spare  # a sliding cache has the last columns only
+        before = 0 if cache is None else int(cache.get_seq_length())
+        first = min(before, shown.shape[2] - tokens.shape[1])  # a sliding cache has the last columns only
         reaches_back = before > 0 and own["token_mask"] is None  # which tells no padding of the cache
         real = None if places.real is None else places.real.expand(len(tokens), -1)
-        shown = shown.expand(len(tokens), -1, -1)  # of one mask for all rows
-        return TokenPlaces(real, starts_in_mask(shown, real, first, reaches_back, self.reader))
+        return TokenPlaces(
+            real, starts_in_mask(shown.expand(len(tokens), -1, -1), real, first, reaches_back, self.reader)
+        )
 
     @classmethod
     def layer_arguments(cls, value: TokenPlaces | None, name: str, layer: int) -> Keywords:
@@ -170,14 +172,17 @@ class Tokens(Service):
 
 
 class TrainedTokens(Service):
-    """Tokens of a pass that trains which are no padding, as `real`, `[B, T]`, bool; absent if all are."""
+    """Tokens that are not padding, as `real`, `[B, T]`, bool; absent in evaluation, or without padding."""
 
     key = "real"
 
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> torch.Tensor | None:
+        if not model.training:
+            return None
         mask = arguments["attention_mask"] if own["token_mask"] is None else own["token_mask"]
         tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
-        return token_places(mask, None, tokens.shape[1], may_hold_documents=False).real if model.training else None
+        real = token_places(mask, None, tokens.shape[1], may_hold_documents=False).real
+        return None if real is None else real.expand(len(tokens), -1)  # of one mask for all rows
 
     @classmethod
     def layer_arguments(cls, value: torch.Tensor | None, name: str, layer: int) -> Keywords:

@@ -85,9 +85,8 @@ def _learn_marks(spelling: TokenSpelling, renderings: Sequence[_Rendering]) -> C
     for question, answer in itertools.product(_question_marks(before, after), _answer_marks(before, after)):
         if answer in question or any(question in each for each in after):
             continue
-        most = (
-            max(len(re.sub(_SPECIAL, b"\0", mark)) for mark in (question, answer)) + 1
-        )  # a token spells a byte or more
+        # A token spells a byte or more.
+        most = 1 + max(len(re.sub(_SPECIAL, b"\0", mark)) for mark in (question, answer))
         marks = ChatMarks(question, answer, (), most)
         if all(_holds(marks, spelling, rendering.ids) for rendering in renderings):
             return marks._replace(in_front=(*spelling.ids(""), *_read_before_user(spelling, question, renderings)))
@@ -173,9 +172,8 @@ def _tokenize(spelling: TokenSpelling, text: str) -> list[int]:
 def _common_beginning(texts: Sequence[bytes]) -> bytes:
     """Return what all texts begin with, without a part of a special token or of a word."""
     first, last = min(texts), max(texts)
-    common = first[
-        : sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-    ]
+    is_same = [byte == other for byte, other in zip(first, last, strict=False)]
+    common = first[: [*is_same, False].index(False)]
     if common.count(b"\0") % 2:
         common = common[: common.rindex(b"\0")]
     is_within = common[-1:].isalnum() and any(text[len(common) : len(common) + 1].isalnum() for text in texts)

@@ -330,7 +330,7 @@ class Glossary(LoadedGlossary):
                     f"{where} has the name {given!r}, which finds the entry {self._entries[has[0]].names[0]!r}; expected a new name. "
                     "Replace or delete that entry, or, where only case or separators differ, give both entries exact names."
                 )
-            if all(other.written not in (None, name.written) for other in others):
+            if is_new_name(self.index, name):
                 yield given
 
     def _warn_about_change(self, change: GlossaryChange) -> None:
@@ -444,6 +444,12 @@ class Glossary(LoadedGlossary):
         """
         names = names_in(self.index, map(self.spelling.piece, ids))
         return [(at, match.entry) for at, token in enumerate(names) for match in token.opens]
+
+
+def is_new_name(index: NameIndex, name: Name) -> bool:
+    """Return whether a name finds texts that no name of an index finds."""
+    others = [other for other in index.by_folded.get(name.folded, ()) if may_be_same(name, other)]
+    return all(other.written not in (None, name.written) for other in others)
 
 
 def may_be_same(name: Name, other: Name) -> bool:

@@ -11,11 +11,12 @@ from transformers import Cache, DynamicCache
 
 from midus_hf.memories.decode_cache import CHANGING, ThreadScope, is_local_tensor
 from midus_hf.memories.hosting.service import BankService, HostStack
+from midus_hf.memories.packs.glossary_files import GlossaryFiles
 from midus_hf.memories.packs.opening import PackKey
 from midus_hf.memories.packs.reading import KeysAndValues, Pack, PackReader, TextIds, record_pass
 from midus_hf.memories.registry import are_causal, memories_of
 
-#: Largest number of bytes of readings that are kept of a model, unless the last pass reads more.
+#: Largest number of bytes of readings that are kept of a model, unless the last text is larger.
 MAX_BYTES = 1 << 30
 # Numbers of a tensor that are compared at their places, since a sum does not see an exchange.
 _SAMPLES = 256
@@ -33,7 +34,7 @@ def keep_readings(model: nn.Module, max_bytes: int = MAX_BYTES, check_numbers: b
     PyTorch counts; with `check_numbers` also those through `.data`, NumPy or a fused optimizer, unless they leave a tensor's sum and
     256 of its numbers as they were. Not seen are global hooks of PyTorch, and other attributes by which a module computes. In
     training mode, and in models with offloaded or quantised weights, a bank of blocks, or a memory that looks at later tokens,
-    nothing is kept.
+    nothing is kept. Within another `keep_readings` of the same thread, the outer settings hold.
 
     Args:
         model: A model, a part of one, or a wrapper around one; without packs, nothing happens.
@@ -159,7 +160,9 @@ def _token_table(model: HostStack) -> torch.Tensor | None:
 
 def _state_of(model: HostStack, checks_numbers: bool, table: torch.Tensor | None) -> list[Any] | None:
     """Return what readings depend on in addition to ids and a token table; None if it is not known."""
-    has_blocks = any(isinstance(each, BankService) for key, each in model.services.items() if key != "packs")
+    has_blocks = any(
+        isinstance(each, BankService) and not isinstance(each, GlossaryFiles) for each in model.services.values()
+    )
     if has_blocks or not are_causal(memories_of(model.config)):
         return None
     tensors = [*model.parameters(), *model.buffers()]

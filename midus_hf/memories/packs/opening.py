@@ -329,7 +329,7 @@ class Openings:
         starts = [None] * len(rows) if begins is None else begins.tolist()
         read = [readings_of(*each) for each in zip(rows, tokens.tolist(), positions, starts, strict=True)]
         if self._state is not None:
-            places = torch.tensor(positions).expand(tokens.shape)
+            places = torch.tensor(positions)
             self._keep(rows, tokens, places, begins, [states[-SPARE_TOKENS - 1 :] for _, states in read])
         return [readings for readings, _ in read]
 
@@ -341,10 +341,11 @@ class Openings:
         if cached:
             return cached
         rows = []
-        for numbers, places, opened in zip(
-            *(self._kept[key] for key in ("numbers", "positions", "open")), strict=True
-        ):
-            places, ids = places[numbers > 0], numbers[numbers > 0] - 1  # padding may stand between tokens
+        kept = self._kept
+        for numbers, places, opened in zip(kept["numbers"], kept["positions"], kept["open"], strict=True):
+            is_token = numbers > 0  # padding may stand between tokens
+            places = places[is_token]
+            ids = numbers[is_token] + PADDING_TOKEN
 
             def earlier(first: int, end: int, ids: torch.Tensor = ids, places: torch.Tensor = places) -> list[int]:
                 return ids[(places >= first) & (places < end)].tolist()

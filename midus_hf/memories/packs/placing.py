@@ -22,9 +22,8 @@ class PackPart(NamedTuple):
     slots: torch.Tensor | None  # `[B, S']`, which of the S slots of the pass the rows read; None: those of the row
     reads: torch.Tensor  # `[B, T', S']`, bool, whether a token reads a slot
     bias: torch.Tensor | None  # `[B, T', S']`, float32, added to the scores; None for 0
-    angles: (
-        torch.Tensor | None
-    )  # `[G, B, S', r]`, radians that move keys to their place by kind of rotation; None: in place
+    # `[G, B, S', r]`, radians that move keys to their place by kind of rotation; None: in place.
+    angles: torch.Tensor | None
 
 
 class OpenPacks(NamedTuple):
