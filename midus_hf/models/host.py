@@ -250,8 +250,7 @@ class MemoryModel(HostMixin, HostStack):
         if memories.attached or any(layer.takes_inputs for layer in hosting):  # which all layers are called with
             others = [index for index in range(config.num_hidden_layers) if index not in memories.inserted]
             hosting += [self._make_host(index, self.layer_classes, memories) for index in others]
-        # By the name of the memory, empty for an inserted one, and the layer.
-        hosted: dict[tuple[str, int], MemoryModule] = {}
+        hosted: dict[tuple[str, int], MemoryModule] = {}  # by name, empty for an inserted memory, and layer
         for index, each in enumerate(self.layers):
             hosted |= {(name, index): memory for name, memory in getattr(each, "memories", {}).items()}
             memory = getattr(each, "memory", None)

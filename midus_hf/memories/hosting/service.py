@@ -154,9 +154,8 @@ class Tokens(Service):
         first = min(before, shown.shape[2] - tokens.shape[1])  # a sliding cache has the last columns only
         reaches_back = before > 0 and own["token_mask"] is None  # which tells no padding of the cache
         real = None if places.real is None else places.real.expand(len(tokens), -1)
-        return TokenPlaces(
-            real, starts_in_mask(shown.expand(len(tokens), -1, -1), real, first, reaches_back, self.reader)
-        )
+        shown = shown.expand(len(tokens), -1, -1)  # of one mask for all rows
+        return TokenPlaces(real, starts_in_mask(shown, real, first, reaches_back, self.reader))
 
     @classmethod
     def layer_arguments(cls, value: TokenPlaces | None, name: str, layer: int) -> Keywords:
