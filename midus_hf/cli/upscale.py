@@ -22,7 +22,7 @@ from midus_hf.cli.command_line import (
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping, read_settings
 from midus_hf.version import __version__
-from upscalers.request import parse_options
+from upscalers.request import Request, parse_options
 
 app = command_line(add_completion=True)
 
@@ -33,27 +33,6 @@ _VERIFIES = (
 )
 _OVERWRITE = flag("--overwrite", "Replace a checkpoint that upscale or strip wrote.")
 Overwrite = Annotated[bool, _OVERWRITE]
-
-
-@dataclasses.dataclass
-class RunRequest:
-    """Keys of a YAML file: the arguments of `upscalers.upscale`, and `corpus`, which is one of the method's options."""
-
-    base: str | None = None
-    method: str | None = None
-    output: str | None = None
-    corpus: str | None = None
-    num_new_layers: int | None = None
-    placement: int | str | list[int] | None = None
-    seed: int | None = None
-    dtype: str | None = None
-    max_shard_size: int | str | None = None
-    dry_run: bool | None = None
-    verify: bool | None = None
-    overwrite: bool | None = None
-    push_to_hub: str | None = None
-    private: bool | None = None
-    options: dict | None = None
 
 
 _RARER = (
@@ -111,29 +90,31 @@ def run(
     if not given:
         print(context.get_help())
         return
-    keys = {field.name for field in dataclasses.fields(RunRequest)} - {"corpus"}
+    keys = {field.name for field in dataclasses.fields(Request)} - {"corpus"}
     options = {key: value for key, value in context.params.items() if key in keys and value is not None}
-    read = {} if config is None else vars(parse_options(RunRequest, read_mapping(config), f"--config {config}"))
+    read = {} if config is None else read_mapping(config)
     arguments = {**{key: value for key, value in read.items() if value is not None}, **options}
     for needed in ("base", "method"):
         if not arguments.get(needed):
             raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
+    request = parse_options(Request, arguments, "the command" if config is None else f"--config {config}")
 
     from upscalers.console import Console, print_report
     from upscalers.methods.contract import with_corpus
     from upscalers.record.provenance import PushError
     from upscalers.runs.upscale import upscale
 
-    arguments["options"] = {
-        **with_corpus(arguments["method"], arguments.get("options") or {}, arguments.pop("corpus", None)),
-        **with_corpus(arguments["method"], read_settings(set_ or []), corpus),
+    chosen = {
+        **with_corpus(request.method, request.options or {}, request.corpus),
+        **with_corpus(request.method, read_settings(set_ or []), corpus),
     }
+    arguments = {**vars(request), "options": chosen, "corpus": None}
     ending: CommandExit | None = None
     try:
         report = upscale(**arguments, progress=Console())
     except PushError as error:
         report, ending = error.report, CommandExit(INTERRUPTED if error.interrupted else FAILED, str(error))
-    show(report.to_dict() if json_ else report, json_, partial(print_report, dry_run=bool(arguments.get("dry_run"))))
+    show(report.to_dict() if json_ else report, json_, partial(print_report, dry_run=request.dry_run))
     if ending is not None:
         raise ending
 

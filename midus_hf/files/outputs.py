@@ -104,8 +104,9 @@ class OutputFolder:
             raise RequestError("output is ''; expected the folder to make. Pass --output DIR.")
         self.path = Path(os.path.realpath(Path(path).expanduser()))
         self.partial = unfinished_path(self.path)
-        self._source = None if source is None else Path(os.path.realpath(source))
         self._overwrite = overwrite
+        if source is not None:
+            self.check_source(source)
         self._check()
 
     def own_files(self) -> Kind:
@@ -117,14 +118,18 @@ class OutputFolder:
         """The nearest existing folder above the output."""
         return next(parent for parent in self.path.parents if parent.exists())
 
-    def _check(self) -> None:
-        source, output = self._source, f"output {self.path}"
-        if source is not None and self.path.is_relative_to(source):
-            raise RequestError(f"{output} is inside the base {source}; expected a folder elsewhere.")
-        if source is not None and source.is_relative_to(self.path):
+    def check_source(self, source: Path) -> None:
+        """Raise `RequestError` if the output and the folder it is made from contain one another."""
+        source = Path(os.path.realpath(source))
+        if self.path.is_relative_to(source):
+            raise RequestError(f"output {self.path} is inside the base {source}; expected a folder elsewhere.")
+        if source.is_relative_to(self.path):
             raise RequestError(
-                f"{output} contains the base {source}, which --overwrite would delete; expected a folder elsewhere."
+                f"output {self.path} contains the base {source}, which --overwrite would delete; expected a folder elsewhere."
             )
+
+    def _check(self) -> None:
+        output = f"output {self.path}"
         if not self.disk.is_dir() or not os.access(self.disk, os.W_OK):
             raise RequestError(f"{output} cannot be made: {self.disk} is not a writable folder.")
         if not os.path.lexists(self.path):

@@ -7,7 +7,6 @@ import typing
 
 import pytest
 
-from midus_hf.cli.upscale import RunRequest
 from midus_hf.compare.plan import Comparison, TaskOptions, VariantOptions
 from midus_hf.config.options import alternatives_of
 from midus_hf.config.yaml_options import from_mapping
@@ -17,17 +16,18 @@ from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.keys import Rates
 from midus_hf.training.sft import SftArguments
 from upscalers.methods.contract import METHODS, get_method
+from upscalers.request import Request
 
 get_method("midus-hml")  # all methods are registered with the first one
 OPTIONS = {f"memory {name}": options for name, options in MEMORY_TYPES.items()}
 OPTIONS |= {f"method {name}": method.options_class for name, method in METHODS.items()}
-OTHERS = (RunRequest, EvaluationSettings, Comparison, TaskOptions, VariantOptions, TrainArguments, SftArguments, Rates)
+OTHERS = (Request, EvaluationSettings, Comparison, TaskOptions, VariantOptions, TrainArguments, SftArguments, Rates)
 OPTIONS |= {options.__name__: options for options in OTHERS}
 # What an option needs in addition to be read.
 NEEDED = {
     EvaluationSettings: {"text": "a.txt", "tasks": ["piqa"]},
     Comparison: {"base": "a", "output_dir": "b", "train": {}, "variants": {}}, TrainArguments: {"corpus": "a.txt"},
-    SftArguments: {"dataset_name": "a"}, TaskOptions: {"names": ["a"]},
+    Request: {"base": "a", "method": "a"}, SftArguments: {"dataset_name": "a"}, TaskOptions: {"names": ["a"]},
 }  # fmt: skip
 WORDS, LIST, MAPPING = "no such value", [{"no": 1}], {"no such key": 1}
 # Values that each type refuses.

@@ -18,7 +18,7 @@ from upscalers.architecture.layer_tensors import family_of
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import get_method
-from upscalers.plan import Plan
+from upscalers.plan import Plan, follow_plan
 from upscalers.record.provenance import UpscaleReport
 from upscalers.request import parse_options
 from upscalers.runs.upscale import upscale
@@ -161,10 +161,8 @@ def planned(config: dict[str, Any], method: str, num_new_layers=None, placement=
 
 
 def upscaled_config(config: dict[str, Any], method: str, options=None, **place: Any) -> dict[str, Any]:
-    """The raw config of the upscaled model, from that of the base."""
-    chosen = get_method(method)
-    made = chosen(parse_options(chosen.options_class, options or {}, method))
-    return made.config(known(config), planned(config, method, **place, **(options or {})))
+    """The raw config of the model that a dense method makes, from that of the base."""
+    return follow_plan(known(config), planned(config, method, **place, **(options or {})))
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:

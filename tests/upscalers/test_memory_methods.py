@@ -24,7 +24,9 @@ from tests.upscalers.contents import (
     same_tensors,
 )
 from tests.upscalers.hub_server import Repository, files_of
-from tests.upscalers.methods import KINDS, SMALL_CHAPTERS, SMALL_TREE, tiny_config, trained, upscaled_config
+from tests.upscalers.methods import KINDS, SMALL_CHAPTERS, SMALL_TREE, known, planned, tiny_config, trained
+from upscalers.methods.contract import get_method
+from upscalers.request import parse_options
 from upscalers.runs.upscale import upscale
 
 LAYERS = {None: [2, 6, 10, 14], 4: [2, 6, 10, 14], 0.01: [8], 2: [4, 12], (0, 5, 15): [0, 5, 15], "all": [*range(16)]}
@@ -34,9 +36,11 @@ LAYERS |= {"early:3": [0, 1, 2], "middle:3": [6, 7, 8], "late:3": [13, 14, 15]}
 @pytest.mark.parametrize("layers", LAYERS)
 def test_layers_option_selects_layers(layers):
     given = {} if layers is None else {"layers": [*layers] if isinstance(layers, tuple) else layers}
-    config = upscaled_config(tiny_config("llama", num_hidden_layers=16), "moc", options={**SMALL_CHAPTERS, **given})
-    (entry,) = config["memory"]
-    assert (entry["layers"], entry["type"], entry["name"]) == (LAYERS[layers], "moc", "chapters")
+    config = tiny_config("llama", num_hidden_layers=16)
+    method = get_method("moc")
+    chosen = method(parse_options(method.options_class, {**SMALL_CHAPTERS, **given}, "moc"))
+    entry = chosen.entry(known(config), planned(config, "moc"))
+    assert (list(entry.layers), entry.options.type, entry.name) == (LAYERS[layers], "moc", "chapters")
 
 
 def test_inserted_blocks_host_no_attached_memory(base, command, tmp_path, refused):

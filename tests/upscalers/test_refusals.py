@@ -21,8 +21,8 @@ from tests.upscalers.checkpoints import SMALL_MEMORY, edit_config, save_base, un
 from tests.upscalers.contents import config_of, read_tensors, tensor_files
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.methods.contract import METHODS, get_method, register_method
-from upscalers.request import parse_options
-from upscalers.runs.upscale import parse_size, upscale
+from upscalers.request import parse_options, parse_size
+from upscalers.runs.upscale import upscale
 
 # Bases with only a config: a published one, and the tiny Llama with changes.
 ONLY_CONFIG = "llama-3.2-1b"

@@ -20,7 +20,7 @@ from tests.upscalers.contents import logits, read_tensors, record_of
 from tests.upscalers.methods import KINDS
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.safetensors_format import layout, read_tensor
-from upscalers.methods.contract import get_method
+from upscalers.methods.contract import Surgery, get_method
 from upscalers.methods.midus import MidusHml
 from upscalers.plan import Base, Plan
 from upscalers.request import MethodError, VerificationError
@@ -187,14 +187,14 @@ FAULTS: dict[str, tuple[Callable[[Layers], Any], str]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_method_with_wrong_recipes_writes_nothing(name, base, tmp_path, monkeypatch):
     fault, message = FAULTS[name]
-    sound = get_method("llama-pro").recipes
+    sound = get_method("llama-pro").surgery
 
-    def recipes(self, base, plan, seed) -> Layers:
-        layers = [dict(layer) for layer in sound(self, base, plan, seed)]
-        fault(layers)
-        return layers
+    def surgery(self, base, plan, seed) -> Surgery:
+        surgery = sound(self, base, plan, seed)
+        fault(surgery.layers)
+        return surgery
 
-    monkeypatch.setattr(get_method("llama-pro"), "recipes", recipes)
+    monkeypatch.setattr(get_method("llama-pro"), "surgery", surgery)
     for request in ({"dry_run": True}, {"output": tmp_path / "out", "verify": False}):
         with pytest.raises(MethodError, match=f"^method llama-pro.*{message}"):
             upscale(base=base, method="llama-pro", **request)
@@ -217,8 +217,13 @@ def test_plan_without_a_base_layer_is_refused(base, monkeypatch):
      "layer 3 has .* = 'full_attention' and its source, layer 2, has 'sliding_attention'"),
 ], ids=str)  # fmt: skip
 def test_wrong_config_of_a_method_is_refused(method, family, changes, error, message, shared_base, monkeypatch):
-    config = get_method(method).config
-    monkeypatch.setattr(get_method(method), "config", lambda *arguments: {**config(*arguments), **changes})
+    sound = get_method(method).surgery
+
+    def surgery(*arguments) -> Surgery:
+        surgery = sound(*arguments)
+        return dataclasses.replace(surgery, config={**surgery.config, **changes})
+
+    monkeypatch.setattr(get_method(method), "surgery", surgery)
     with pytest.raises(error, match=message):
         upscale(base=shared_base(family), method=method, dry_run=True)
 

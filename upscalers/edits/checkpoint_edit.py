@@ -25,7 +25,7 @@ from upscalers.checkpoint.source import copy_travelling_files, resolve_source, t
 from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_upscaled, write_record
 from upscalers.request import Progress, check_seed
 from upscalers.runs.writing import CheckpointFolder, write_code_of, written_from
-from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
+from upscalers.tensors.recipes import Built, Copy, tensor_seed
 from upscalers.tensors.writer import OutputTensor
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def shuffle(
 
 
 @dataclass(frozen=True)
-class PermutedRows(Recipe):
+class PermutedRows(Built):
     """Recipe that moves every row of a table (its dimension before the last) to another place."""
 
     source: str

@@ -3,7 +3,7 @@
 import difflib
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +13,6 @@ from midus_hf.files.checkpoint_files import Kind
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.plan import New, Plan, follow_plan, insertion_plan, place
-from upscalers.request import Progress
 from upscalers.tensors.recipes import Copy, Measurement, Recipe, block_recipes
 
 METHODS: dict[str, type["Method"]] = {}
@@ -56,8 +55,32 @@ class NoOptions:
     """Options of a method without options."""
 
 
+@dataclass(frozen=True)
+class Surgery:
+    """What a method makes of a base by a plan, and what is said of it before the work begins.
+
+    Args:
+        config: Config of the result.
+        layers: For each output layer, a recipe for each of its tensors, by the name within the layer.
+        outer: A recipe for each tensor outside the layers, by full name.
+        remarks: Notes for the user about how the base was checked or read. Default: none.
+        warnings: Warnings, which stand in the model card too. Default: none.
+        zero_gains: Gains that start at zero, as `layers.3.NAME`, with the base's gains that they are added next to. Training
+            scales their rate by the root mean square of the latter, which the config records. Default: none.
+        bank_bytes: Bytes that `Method.fill_banks` writes. Default: 0.
+    """
+
+    config: Config
+    layers: list[dict[str, Recipe]]
+    outer: dict[str, Recipe]
+    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    zero_gains: Mapping[str, str] = field(default_factory=dict)
+    bank_bytes: int = 0
+
+
 class Method(ABC):
-    """An upscaling method: a plan, and a recipe for each tensor that the plan needs.
+    """An upscaling method: a plan, and the surgery that follows it.
 
     A subclass sets class attributes, and overrides methods where it differs from plain insertion of layers.
     """
@@ -77,8 +100,8 @@ class Method(ABC):
     #: Used if none is requested; None for a method that orders the layers itself, or adds none.
     default_placement: ClassVar[str | None] = "distributed"
     adds_layers: ClassVar[bool] = True
-    #: Kinds of files that `check`, `plan` and what follows from them read in addition to config.json, such as `TRAVELLING` for the
-    #: tokenizer: of a base on the Hub, these are fetched first, and weights only once the request is accepted.
+    #: Kinds of files that `check`, `plan` and `surgery` read in addition to config.json, such as `TRAVELLING` for the tokenizer: of a
+    #: base on the Hub, these are fetched first, and weights only once the request is accepted.
     needs: ClassVar[tuple[Kind, ...]] = ()
 
     def __init__(self, options: Any):
@@ -91,10 +114,6 @@ class Method(ABC):
 
     def check(self, base: BaseCheckpoint) -> None:  # noqa: B027 - most methods take any base
         """Refuse, with a `RequestError`, a base that the method cannot upscale."""
-
-    def remarks(self, base: BaseCheckpoint) -> list[str]:
-        """Return notes for the user about how the base was checked or read."""
-        return []
 
     def check_machine(self) -> None:  # noqa: B027 - most methods need nothing special
         """Refuse, with a `RequestError`, a missing package or device; dry runs skip this check."""
@@ -127,46 +146,29 @@ class Method(ABC):
         """Return the arguments of a request, such as `placement`, that make this plan again."""
         return {} if self.default_placement is None else {"placement": plan.new_indices}
 
-    def plan_warnings(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
-        """Return warnings about a plan, which are shown before the work begins and stand in the model card."""
-        return []
-
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         """Return warnings about measurements of solvers; raise `RequestError` to reject and remove the result."""
         return []
 
-    def config(self, base: BaseCheckpoint, plan: Plan) -> Config:
-        return follow_plan(base, plan)
+    def surgery(self, base: BaseCheckpoint, plan: Plan, seed: int) -> Surgery:
+        """Return config and tensors of the result: the base's, and those of new layers.
 
-    def recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
-        """Return, for each output layer, a recipe for each of its tensors by the name within the layer."""
-        recipes = []
+        Methods that change or say more return a copy of `super().surgery(...)` with other fields.
+        """
+        config = follow_plan(base, plan)
+        layers: list[dict[str, Recipe]] = []
         for index, layer in enumerate(plan.layers):
             if isinstance(layer, New):
-                recipes.append(self.new_layer_recipes(base, layer, index, seed))
+                layers.append(self.new_layer_recipes(base, layer, index, seed))
                 continue
             names = base.layer_names[layer.index]
-            recipes.append({name: Copy(base.tensors[source].shape, source) for name, source in names.items()})
-        return recipes
-
-    def outer_recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> dict[str, Recipe]:
-        """Return a recipe for each tensor outside the layers, by full name."""
+            layers.append({name: Copy(base.tensors[source].shape, source) for name, source in names.items()})
         names = base.outer_names(plan.num_layers)
-        recipes: dict[str, Recipe] = {new: Copy(base.tensors[name].shape, name) for name, new in names.items()}
-        return recipes | block_recipes(base, plan.sources, self.config(base, plan))
+        outer: dict[str, Recipe] = {new: Copy(base.tensors[name].shape, name) for name, new in names.items()}
+        outer |= block_recipes(base, plan.sources, config)
+        return Surgery(config, layers, outer)
 
-    def zero_gains(self, base: BaseCheckpoint, plan: Plan) -> dict[str, str]:
-        """Return gains that start at zero, as `layers.3.NAME`, with the base's gains that they are added next to.
-
-        Training scales their rate by the root mean square of the latter, which the config records.
-        """
-        return {}
-
-    def bank_bytes(self, base: BaseCheckpoint) -> int:
-        """Return the bytes that `fill_banks` writes. Default: 0."""
-        return 0
-
-    def fill_banks(self, base: BaseCheckpoint, plan: Plan, folder: Path, progress: Progress) -> None:  # noqa: B027 - most have none
+    def fill_banks(self, base: BaseCheckpoint, folder: Path) -> None:  # noqa: B027 - most have none
         """Fill the banks of the result, after it was written and compared with the base."""
 
     def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:

@@ -1,14 +1,14 @@
 """Base classes and helpers of dense methods, whose new layers are ordinary decoder layers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from upscalers.architecture.layer_tensors import MATRIX_ROLES, NEEDED_MATRICES, LayerTensor, projections_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.methods.contract import Method
+from upscalers.methods.contract import Method, Surgery
 from upscalers.plan import New, Plan
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
@@ -91,15 +91,16 @@ class DenseMethod(Method):
             return frozenset({"attention_output_norm", "mlp_output_norm"})
         return frozenset({"output_projection", "down"})
 
-    def zero_gains(self, base: BaseCheckpoint, plan: Plan) -> dict[str, str]:
+    def surgery(self, base: BaseCheckpoint, plan: Plan, seed: int) -> Surgery:
         norms = self.filled_roles(base) & {"attention_output_norm", "mlp_output_norm"}
-        return {
+        zero_gains = {
             f"layers.{index}.{name}": base.layer_names[layer.sources[0]][name]
             for index, layer in enumerate(plan.layers)
             if isinstance(layer, New)
             for name, tensor in base.layout.backbone_layers[layer.sources[0]].items()
             if tensor.role in norms
         }
+        return replace(super().surgery(base, plan, seed), zero_gains=zero_gains)
 
     def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         filled = self.filled_roles(base)
@@ -185,7 +186,11 @@ class FusionMethod(DenseMethod):
         terms = tuple((base.layer_names[source][name], 1.0 / len(layer.sources)) for source in layer.sources)
         return Combine(base.tensors[terms[0][0]].shape, terms)
 
-    def plan_warnings(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
+    def surgery(self, base: BaseCheckpoint, plan: Plan, seed: int) -> Surgery:
+        return replace(super().surgery(base, plan, seed), warnings=self._mixed_kinds(base, plan))
+
+    def _mixed_kinds(self, base: BaseCheckpoint, plan: Plan) -> tuple[str, ...]:
+        """Return a warning about new layers that fuse layers of two kinds, if there are any."""
         kinds = base.layout.layer_kinds or [""] * base.num_layers
         mixed = {
             index: sorted({kinds[source] for source in layer.sources})
@@ -193,14 +198,13 @@ class FusionMethod(DenseMethod):
             if isinstance(layer, New) and len({kinds[source] for source in layer.sources}) > 1
         }
         if not mixed:
-            return []
+            return ()
         difference = "sliding and full attention, whose rotary embeddings and windows may differ"
         if kinds != base.layout.layer_types:
             difference = f"layers that the config describes differently ({' and '.join(next(iter(mixed.values())))})"
-        return [
-            f"new layer{'s' * (len(mixed) > 1)} {', '.join(map(str, mixed))} fuse{'s' * (len(mixed) == 1)} {difference}. "
-            "Pass neighbours=same_type to avoid it."
-        ]
+        layers = ", ".join(map(str, mixed))
+        subject = f"new layer {layers} fuses" if len(mixed) == 1 else f"new layers {layers} fuse"
+        return (f"{subject} {difference}. Pass neighbours=same_type to avoid it.",)
 
 
 class MatrixMethod(FusionMethod):

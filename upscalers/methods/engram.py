@@ -14,10 +14,10 @@ from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT, EngramOptions
 from midus_hf.memories.registry import TABLES, MemoryEntry
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
-from upscalers.methods.contract import Paper, register_method
+from upscalers.methods.contract import Paper, Surgery, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan import Plan
-from upscalers.tensors.recipes import Integers, Recipe
+from upscalers.tensors.recipes import Integers
 
 if TYPE_CHECKING:
     import torch
@@ -122,18 +122,26 @@ class Engram(AttachedMemoryMethod):
         hosting = self._hosting_layers(base)
         return tuple(sorted({hosting[min(1, len(hosting) - 1)], hosting[len(hosting) // 2]}))
 
-    def plan_warnings(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
-        warning = (
-            "The base has no tokenizer: tokens are numbered by their ids, so spellings of a word have different rows."
-        )
-        return [warning] if self.options.compress and not self._compresses(base) else []
+    def surgery(self, base: BaseCheckpoint, plan: Plan, seed: int) -> Surgery:
+        surgery = super().surgery(base, plan, seed)
+        (memory,) = plan.new_memories
+        outer = {**surgery.outer}
+        for name, make in (("token_numbers", self._token_numbers), ("ngrams", self._ngrams)):
+            name = f"{base.prefix}{TABLES}.{memory}.0.{name}"
+            if name in outer:
+                outer[name] = Integers(outer[name].shape, partial(make, base))
+        warnings: tuple[str, ...] = ()
+        if self.options.compress and not self._compresses(base):
+            warnings = (
+                "The base has no tokenizer: tokens are numbered by their ids, so spellings of a word have different rows.",
+            )
+        remarks = [] if self.options.corpus is None else self._remarks(base)
+        return replace(surgery, outer=outer, warnings=warnings, remarks=tuple(remarks))
 
-    def remarks(self, base: BaseCheckpoint) -> list[str]:
-        remarks = super().remarks(base)
-        if self.options.corpus is None:
-            return remarks
+    def _remarks(self, base: BaseCheckpoint) -> list[str]:
+        """Return what is said of the n-grams or names of the corpus."""
         kind = "ends of names" if self.options.names else "n-grams of the corpus"
-        remarks.append(f"{len(self._ngrams(base)):,} {kind} have rows")
+        remarks = [f"{len(self._ngrams(base)):,} {kind} have rows"]
         if self._cut:
             most, shown = self.options.max_order, _shown(self._cut)
             remarks.append(
@@ -159,14 +167,6 @@ class Engram(AttachedMemoryMethod):
             known_ngrams=len(self._ngrams(base)) if self.options.corpus else 0,
         )
         return replace(entry, options=options)
-
-    def outer_recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> dict[str, Recipe]:
-        recipes, entry = super().outer_recipes(base, plan, seed), self.entry(base, plan)
-        for name, make in (("token_numbers", self._token_numbers), ("ngrams", self._ngrams)):
-            name = f"{base.prefix}{TABLES}.{entry.name}.0.{name}"
-            if name in recipes:
-                recipes[name] = Integers(recipes[name].shape, partial(make, base))
-        return recipes
 
     def _compresses(self, base: BaseCheckpoint) -> bool:
         # A folder of a lone config.json, for a dry run, stands for a base with a tokenizer.

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from midus_hf.config.errors import RequestError
@@ -11,7 +11,7 @@ from midus_hf.config.options import option
 from midus_hf.sources.names import usable_device
 from upscalers.architecture.layer_tensors import LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.methods.contract import Paper, register_method
+from upscalers.methods.contract import Paper, Surgery, register_method
 from upscalers.methods.dense_block import FusionOptions, MatrixMethod
 from upscalers.plan import New, Plan
 from upscalers.tensors.recipes import Copy, Measurement, Recipe, Scratch, Solver, SolverTensor, stacked, tensor_seed
@@ -92,8 +92,9 @@ class Lesa(MatrixMethod):
     def check_machine(self) -> None:
         usable_device(self.options.device, "float64")
 
-    def recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
-        recipes = super().recipes(base, plan, seed)
+    def surgery(self, base: BaseCheckpoint, plan: Plan, seed: int) -> Surgery:
+        surgery = super().surgery(base, plan, seed)
+        layers = [*surgery.layers]
         filled = self.filled_roles(base)
         new = {index: layer for index, layer in enumerate(plan.layers) if isinstance(layer, New)}
         gaps = {index: (layer.sources[1], layer.sources[0]) for index, layer in new.items()}
@@ -104,8 +105,8 @@ class Lesa(MatrixMethod):
         solvers = [(each, MatrixPrediction(base, each, gaps, seed, self.options)) for each in matrices]
         for index in gaps:
             made = [(each, SolverTensor(each.shape, solver, str(index))) for each, solver in solvers]
-            recipes[index] |= stacked(tensors, made)
-        return recipes
+            layers[index] = layers[index] | stacked(tensors, made)
+        return replace(surgery, layers=layers)
 
     def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
         if tensor.role not in _HIDDEN_NORMS or self.options.norm_init == "mean":

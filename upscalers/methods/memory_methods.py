@@ -2,7 +2,7 @@
 
 import re
 from abc import abstractmethod
-from dataclasses import fields, make_dataclass
+from dataclasses import fields, make_dataclass, replace
 from typing import Any, ClassVar
 
 from midus_hf.anatomy.types import MEMORY_PREFIX
@@ -11,10 +11,10 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
 from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, MemoryEntry, tensors_in_layer
-from upscalers.architecture.layer_tensors import Config, kept_roles, projections_of, roles_of
+from upscalers.architecture.layer_tensors import kept_roles, projections_of, roles_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.methods.contract import METHODS, Method, Paper
-from upscalers.plan import Base, New, Plan, follow_plan
+from upscalers.methods.contract import METHODS, Method, Paper, Surgery
+from upscalers.plan import Base, New, Plan
 from upscalers.tensors.recipes import Copy, Fill, Initialise, Recipe, tensor_seed
 
 _SPAN = 1
@@ -52,12 +52,35 @@ class HostedMemoryMethod(Method):
     def entry(self, base: BaseCheckpoint, plan: Plan) -> MemoryEntry:
         """Return the entry that is added to the config's `memory` list."""
 
-    def config(self, base: BaseCheckpoint, plan: Plan) -> Config:
-        config = follow_plan(base, plan)
-        config["model_type"] = MEMORY_PREFIX + base.family.model_type
-        config["architectures"] = [f"Midus{base.family.class_name}ForCausalLM"]
-        config["memory"] = [*(config.get("memory") or []), self.entry(base, plan).to_dict()]
-        return config
+    def surgery(self, base: BaseCheckpoint, plan: Plan, seed: int) -> Surgery:
+        surgery = super().surgery(base, plan, seed)
+        entry = self.entry(base, plan)
+        config = {
+            **surgery.config,
+            "model_type": MEMORY_PREFIX + base.family.model_type,
+            "architectures": [f"Midus{base.family.class_name}ForCausalLM"],
+            "memory": [*(surgery.config.get("memory") or []), entry.to_dict()],
+        }
+        surgery = replace(surgery, config=config)
+        return _with_attached_tensors(surgery, entry, base, seed) if entry.is_attached else surgery
+
+
+def _with_attached_tensors(surgery: Surgery, entry: MemoryEntry, base: BaseCheckpoint, seed: int) -> Surgery:
+    """Add recipes for the tensors of a memory in its layers, and for its tables."""
+    sizes = base.layout.sizes
+    layers = [*surgery.layers]
+    for layer in entry.layers:
+        tensors = {
+            f"{ATTACHED}.{entry.name}.{name}": each for name, each in tensors_in_layer(entry, layer, sizes).items()
+        }
+        made = {name: initialised(tensor, base.new_name(layer, name), seed) for name, tensor in tensors.items()}
+        layers[layer] = layers[layer] | made
+    outer = {**surgery.outer}
+    for number, shared in enumerate(entry.options.tables(sizes, entry.layers)):
+        for name, tensor in shared.tensors.items():
+            name = f"{base.prefix}{TABLES}.{entry.name}.{number}.{name}"
+            outer[name] = initialised(tensor, name, seed)
+    return replace(surgery, layers=layers, outer=outer)
 
 
 def initialised(tensor: DeclaredTensor, full_name: str, seed: int) -> Recipe:
@@ -181,24 +204,6 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 "another method."
             )
         return hosting
-
-    def recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
-        recipes, entry = super().recipes(base, plan, seed), self.entry(base, plan)
-        sizes = base.layout.sizes
-        for layer in entry.layers:
-            for name, tensor in tensors_in_layer(entry, layer, sizes).items():
-                name = f"{ATTACHED}.{entry.name}.{name}"
-                recipes[layer][name] = initialised(tensor, base.new_name(layer, name), seed)
-        return recipes
-
-    def outer_recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> dict[str, Recipe]:
-        recipes, entry = super().outer_recipes(base, plan, seed), self.entry(base, plan)
-        tables = entry.options.tables(base.layout.sizes, entry.layers)
-        for number, shared in enumerate(tables):
-            for name, tensor in shared.tensors.items():
-                name = f"{base.prefix}{TABLES}.{entry.name}.{number}.{name}"
-                recipes[name] = initialised(tensor, name, seed)
-        return recipes
 
     def _memory(self) -> MemoryOptions:
         values = {field.name: getattr(self.options, field.name) for field in fields(self.memory_options)}

@@ -1,8 +1,10 @@
 """Mixture of Chapters: a routed bank of latent memory tokens, attached to some layers."""
 
+from dataclasses import replace
+
 from midus_hf.memories.moc.options import MocOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.methods.contract import Paper, register_method
+from upscalers.methods.contract import Paper, Surgery, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan import Plan
 
@@ -26,11 +28,13 @@ class MixtureOfChapters(AttachedMemoryMethod):
     memory_options = MocOptions
     default_layers = 0.25
 
-    def plan_warnings(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
+    def surgery(self, base: BaseCheckpoint, plan: Plan, seed: int) -> Surgery:
+        surgery = super().surgery(base, plan, seed)
         if not self.options.reads_ahead:
-            return []
-        return [
+            return surgery
+        warning = (
             "routing is 'sequence', so chapters are chosen by all tokens of a text, later ones included, and the model is not "
             "causal: its loss and perplexity are measured with a view of the tokens to be predicted, and generation recomputes every "
             "token for each new one. Choose routing = 'chunk' or 'token' for a model that has to generate."
-        ]
+        )
+        return replace(surgery, warnings=(warning,))

@@ -1,6 +1,7 @@
 """Packs: a glossary of names and texts, whose entries tokens attend to once a name occurs."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,10 @@ from midus_hf.files.checkpoint_files import TRAVELLING
 from midus_hf.memories.packs.options import PacksOptions, has_glossary
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
-from upscalers.methods.contract import register_method
+from upscalers.methods.contract import Surgery, register_method
 from upscalers.methods.engram import recorded_name, tokenizer_of, vocabulary_of
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan import Plan
-from upscalers.request import Progress
 
 if TYPE_CHECKING:
     from midus_hf.memories.packs.glossary import Glossary
@@ -83,14 +83,16 @@ class Packs(AttachedMemoryMethod):
             )
         super().check(base)
 
-    def remarks(self, base: BaseCheckpoint) -> list[str]:
+    def surgery(self, base: BaseCheckpoint, plan: Plan, seed: int) -> Surgery:
+        surgery = super().surgery(base, plan, seed)
         if self.options.corpus is None:  # in a dry run
-            return super().remarks(base)
-        glossary, protect = self.glossary(base), self.options.protect
-        remarks = [*super().remarks(base), *self._remarks]
-        if protect is not None:
-            remarks.append(check_protected(glossary, protect))
-        return remarks
+            return surgery
+        glossary = self.glossary(base)
+        remarks = [*self._remarks]
+        if self.options.protect is not None:
+            remarks.append(check_protected(glossary, self.options.protect))
+        num_bytes = sum(len(entry.text.encode()) + 100 for entry in glossary)
+        return replace(surgery, remarks=tuple(remarks), bank_bytes=num_bytes)
 
     def glossary(self, base: BaseCheckpoint) -> "Glossary":
         if self._glossary is None:
@@ -104,11 +106,7 @@ class Packs(AttachedMemoryMethod):
             self._remarks = [counts, *added.remarks, *chats]
         return self._glossary
 
-    def bank_bytes(self, base: BaseCheckpoint) -> int:
-        entries = () if self.options.corpus is None else self.glossary(base)
-        return sum(len(entry.text.encode()) + 100 for entry in entries)
-
-    def fill_banks(self, base: BaseCheckpoint, plan: Plan, folder: Path, progress: Progress) -> None:
+    def fill_banks(self, base: BaseCheckpoint, folder: Path) -> None:
         from midus_hf.memories.packs.glossary import write_glossary
 
         write_glossary(folder, self.glossary(base))

@@ -1,7 +1,7 @@
 """Text and metadata of the model card of an upscaled checkpoint."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,14 +12,14 @@ from midus_hf.config.yaml_options import read_yaml, write_yaml
 from midus_hf.files.cards import card_example, read_card
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.memories.registry import Memories
-from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.source import Source, check_repo_id
 from upscalers.checkpoint.tokenizer import has_tokenizer
-from upscalers.methods.contract import Method
+from upscalers.methods.contract import Paper
 from upscalers.plan import Plan
-from upscalers.record.provenance import ParameterCounts
+from upscalers.record.provenance import Done
 from upscalers.request import Progress, one_line
 from upscalers.tensors.recipes import Measurement, summary_table
+from upscalers.upscaling import Upscaling
 
 _ADAPTERS = [
     "An adapter, such as a LoRA, finds layers by their index. An adapter of the base does not fit this model, whose layers",
@@ -28,74 +28,41 @@ _ADAPTERS = [
 ]
 
 
-def model_card(
-    method: Method,
-    base: Source,
-    plan: Plan,
-    config: Config,
-    memories: Memories,
-    counts: ParameterCounts,
-    request: dict[str, Any],
-    concerns: Sequence[str],
-    measurements: Sequence[Measurement],
-    carried: dict[str, Any],
-    auto_class: str,
-    repository: str | None,
-    compared: bool,
-) -> str:
-    """Return the text of `README.md`: metadata, loading, parameters, layers, licence and citation."""
-    base_name = base.label
-    writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(base.folder)
-    # The card is kept when the model is trained, so the text must stay true.
-    start = "It is meant to be trained: before that it is not guaranteed to compute the same as the base"
-    if method.identity:
-        start = "Before any training it computes exactly the same as the base"
-        start += f" in {request['dtype']}" * (request["dtype"] != "auto")
-        if method.identity_except is not None:
-            start += f", but for {method.identity_except}"
-        start += ", as the method promises" * (not compared)
-    start += "." if compared else "; nothing was compared."
-    described = [plan.describe(index, memories) for index in range(plan.num_layers)]
-    rows = [
-        f"| **{index}** | **{description}** |" if index in plan.new_indices else f"| {index} | {description} |"
-        for index, description in enumerate(described)
-    ]
-    measured: list[str] = []
-    if measurements:
-        header, *lines = summary_table(
-            measurements, with_seconds=False
-        )  # so that the same request gives the same card
-        lines = [header, ["---"] * len(header), *lines]
-        told = "Mean over layers, with lowest and highest value; `upscale.json` has every layer."
-        measured = [
-            "## Measurements of the new layers",
-            "",
-            told,
-            "",
-            *(f"| {' | '.join(line)} |" for line in lines),
-            "",
-        ]
-    paper, licence = method.paper, list[str]()
-    if names := _words(carried.get("license_name") or carried.get("license")):
-        links = "".join(f" ({link})" for link in _words(carried.get("license_link")))
-        terms = f"That of the base, whose terms apply to this model too: {', '.join(names)}{links}."
-        licence = ["## Licence", "", terms, ""]
+def model_card(upscaling: Upscaling, done: Done, carried: Mapping[str, Any], repository: str | None) -> str:
+    """Return the text of `README.md`: metadata, loading, parameters, layers, licence and citation.
+
+    Args:
+        upscaling: What was decided.
+        done: What became of it.
+        carried: Metadata of the base's card, as `base_metadata` returns them.
+        repository: Where the result will be on the Hub; None if it is not uploaded.
+    """
+    method, plan, counts = upscaling.method, upscaling.plan, upscaling.counts
+    base_name = upscaling.source.label
+    auto_class = upscaling.base.auto_class
+    writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(upscaling.source.folder)
+    memories = upscaling.layout.memories
+    warnings = [f"- {warning}" for warning in upscaling.warnings]
     bank = (
         f"The checkpoint comes with a bank of {counts.bank or 0:,} parameters, of which each text fetches {counts.fetched or 0:,} "
         "by its path in a tree of topics: `model(input_ids, memory_ids=paths)`."
     )
+    recipe = upscaling.recipe()
+    command = f"`upscale --config FILE --base BASE --output DIR`, BASE being {base_name}, makes it again from:"
+    if "base" in recipe:
+        command = "`upscale --config FILE --output DIR` makes it again from:"
     return "\n".join(
         [
-            _front_matter(base, carried, ["midus-hf", method.name, "upscaled"]),
+            _front_matter(upscaling.source, carried, ["midus-hf", method.name, "upscaled"]),
             "",
             f"# {base_name.rstrip('/').rsplit('/', 1)[-1]}, upscaled with {method.name}",
             "",
             f"{base_name} ({plan.num_base_layers} layers) {_change(plan, memories)}: {method.summary}.",
-            start,
+            _promise(upscaling, done),
             "",
-            *card_example(config["model_type"], auto_class, writes, repository),
+            *card_example(upscaling.config["model_type"], auto_class, writes, repository),
             "",
-            *(["## Know before use", "", *(f"- {concern}" for concern in concerns), ""] if concerns else []),
+            *(["## Know before use", "", *warnings, ""] if warnings else []),
             "## Parameters",
             "",
             "| base | new | total | trained by the method |",
@@ -105,29 +72,78 @@ def model_card(
             *([] if counts.bank is None else [bank, ""]),
             "## How it was made",
             "",
-            "`upscale --config FILE --output DIR` makes it again from:"
-            if "base" in request
-            else f"`upscale --config FILE --base BASE --output DIR`, BASE being {base_name}, makes it again from:",
+            command,
             "",
             "```yaml",
-            f"{write_yaml(request, flow=None)}```",
+            f"{write_yaml(recipe, flow=None)}```",
             "",
             "## Layers",
             "",
             "| layer | from |",
             "|---|---|",
-            *rows,
+            *_layer_rows(plan, memories),
             "",
             *(_ADAPTERS if plan.renumbers else []),
-            *measured,
-            *licence,
-            *(
-                []
-                if paper is None
-                else ["## Cite", "", f"{paper.title} ({paper.reference}).", "", "```bibtex", paper.bibtex, "```", ""]
-            ),
+            *_measured(done.measurements),
+            *_licence(carried),
+            *_citation(method.paper),
         ]
     )
+
+
+def _promise(upscaling: Upscaling, done: Done) -> str:
+    """Return what the result computes before training; the card is kept after it, so the text must stay true."""
+    method, dtype = upscaling.method, upscaling.request.dtype
+    is_compared = done.identity.checked is not None
+    text = "It is meant to be trained: before that it is not guaranteed to compute the same as the base"
+    if method.identity:
+        text = "Before any training it computes exactly the same as the base"
+        if dtype != "auto":
+            text += f" in {dtype}"
+        if method.identity_except is not None:
+            text += f", but for {method.identity_except}"
+        if not is_compared:
+            text += ", as the method promises"
+    return f"{text}." if is_compared else f"{text}; nothing was compared."
+
+
+def _layer_rows(plan: Plan, memories: Memories) -> list[str]:
+    rows = []
+    for index in range(plan.num_layers):
+        described = plan.describe(index, memories)
+        rows.append(
+            f"| **{index}** | **{described}** |" if index in plan.new_indices else f"| {index} | {described} |"
+        )
+    return rows
+
+
+def _measured(measurements: Sequence[Measurement]) -> list[str]:
+    if not measurements:
+        return []
+    header, *rows = summary_table(measurements, with_seconds=False)  # so that the same request gives the same card
+    return [
+        "## Measurements of the new layers",
+        "",
+        "Mean over layers, with lowest and highest value; `upscale.json` has every layer.",
+        "",
+        *(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)),
+        "",
+    ]
+
+
+def _licence(carried: Mapping[str, Any]) -> list[str]:
+    names = _words(carried.get("license_name") or carried.get("license"))
+    if not names:
+        return []
+    links = "".join(f" ({link})" for link in _words(carried.get("license_link")))
+    terms = f"That of the base, whose terms apply to this model too: {', '.join(names)}{links}."
+    return ["## Licence", "", terms, ""]
+
+
+def _citation(paper: Paper | None) -> list[str]:
+    if paper is None:
+        return []
+    return ["## Cite", "", f"{paper.title} ({paper.reference}).", "", "```bibtex", paper.bibtex, "```", ""]
 
 
 def with_request(card: str, change: Callable[[Any], None]) -> str:
@@ -180,7 +196,7 @@ def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
     return {key: texts if len(texts) > 1 else texts[0] for key, texts in carried.items() if texts}
 
 
-def _front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
+def _front_matter(base: Source, carried: Mapping[str, Any], tags: list[str]) -> str:
     from huggingface_hub import ModelCardData
 
     base_model = base.label if base.revision is not None else carried.get("base_model")

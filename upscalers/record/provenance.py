@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,29 +12,112 @@ from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import RECORD_FILE, parse_json
 from midus_hf.files.outputs import write_text
 from midus_hf.files.secrets import for_record
+from midus_hf.memories.registry import are_causal
+from midus_hf.version import __version__
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import MOST_LAYERS, BaseCheckpoint
-from upscalers.checkpoint.safetensors_format import TORCH_NAMES
-from upscalers.methods.contract import Method
+from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_tensor
 from upscalers.plan import Plan
+from upscalers.tensors.recipes import Measurement
+from upscalers.upscaling import ParameterCounts, Upscaling
 
 EDITS_KEY = "edits"
 
 
-def upscale_record(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, reads_ahead: bool) -> UpscaleRecord:
+@dataclass(frozen=True)
+class Bytes:
+    """Number of bytes read from the base, and of bytes written to the output, as weights and in banks."""
+
+    read: int
+    written: int
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What was compared with the base, the largest difference, and both sides in words."""
+
+    checked: str | None = None
+    max_abs_diff: float | None = None
+    compared: str | None = dataclasses.field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of an upscaling.
+
+    Args:
+        bytes: Bytes read and written; of a dry run, 0 and the size of the output.
+        identity: Result of the check against the base. Default: nothing was compared.
+        kl_divergence: From the base's next-token distribution to the result's, mean over tokens, in nats. Default: None, not
+            compared.
+        measurements: Measurements of solvers for each tensor they made. Default: none.
+    """
+
+    bytes: Bytes
+    identity: Identity = Identity()
+    kl_divergence: float | None = None
+    measurements: Sequence[Measurement] = ()
+
+
+def upscale_record(upscaling: Upscaling, base_sha256: str) -> UpscaleRecord:
+    """Return the record that the config of the result has."""
+    method, base, plan = upscaling.method, upscaling.base, upscaling.plan
     return UpscaleRecord(
         method=method.name,
         new_layers=tuple(plan.new_indices),
         new_memories=tuple(plan.new_memories),
         trainable=method.trainable,
-        causal=not reads_ahead,
+        causal=are_causal(upscaling.layout.memories),
         plan=tuple(plan.to_list()),
         options=for_record(method.options_record),
-        seed=seed,
+        seed=upscaling.request.seed,
         base_dtype=TORCH_NAMES[base.dtype],
         base_config=base.config,
         larger_base_config=base.composite.config if base.composite else None,
+        base_sha256=base_sha256,
+        zero_gains=_zero_gains(upscaling),
     )
+
+
+def _zero_gains(upscaling: Upscaling) -> dict[str, float]:
+    """Return gains that start at zero with the root mean square of the base's gains next to them."""
+    import torch
+
+    scales = {}
+    for name, source in upscaling.surgery.zero_gains.items():
+        _, index, own = name.split(".", 2)
+        offset = upscaling.layout.backbone_layers[int(index)][own].offset or 0.0
+        gains = read_tensor(upscaling.base.tensors[source], torch.float32) + offset
+        scales[name] = float(f"{gains.pow(2).mean().sqrt().item():.4g}")
+    return scales
+
+
+def full_record(
+    upscaling: Upscaling, done: Done, record: UpscaleRecord, changed: dict[str, Any], digests: dict[str, str]
+) -> dict[str, Any]:
+    """Return the content of `upscale.json`.
+
+    Args:
+        upscaling: What was decided.
+        done: What became of it.
+        record: The record in the config of the result.
+        changed: What was changed in the tokenizer's files.
+        digests: SHA-256 of the base's tensors by name.
+    """
+    method, source = upscaling.method, upscaling.source
+    return {
+        "midus_hf": __version__,
+        **record.to_dict(),
+        **changed,
+        "dtype": upscaling.request.dtype,
+        "base": base_record(upscaling.base, source.label, source.revision, digests),
+        "parameters": vars(upscaling.counts),
+        "identity": vars(done.identity),
+        "promises_identity": method.identity,
+        "kl_divergence": done.kl_divergence,
+        "measurements": done.measurements,
+        "paper": method.paper and method.paper.to_dict(),
+    }
 
 
 def base_record(base: BaseCheckpoint, name: str, revision: str | None, digests: dict[str, str]) -> dict[str, Any]:
@@ -104,35 +188,6 @@ def read_plan(record: UpscaleRecord, model: BaseCheckpoint) -> Plan:
 
 
 @dataclass(frozen=True)
-class ParameterCounts:
-    """Numbers of parameters; a tied head counts once; `fetched` and `bank` are of new banks."""
-
-    base: int
-    new: int
-    total: int
-    trainable: int
-    fetched: int | None = None
-    bank: int | None = None
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """Number of bytes read from the base, and of bytes written to the output, as weights and in banks."""
-
-    read: int
-    written: int
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What was compared with the base, the largest difference, and both sides in words."""
-
-    checked: str | None
-    max_abs_diff: float | None
-    compared: str | None = dataclasses.field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
 class UpscaleReport:
     """Report of an upscaling; `to_dict` returns what `--json` prints, without the five before `training`.
 
@@ -170,7 +225,7 @@ class UpscaleReport:
     promises_identity: bool
     identity_except: str | None
     kl_divergence: float | None
-    measurements: list[dict[str, Any]]
+    measurements: Sequence[Measurement]
     renumbers_layers: bool
     training: dict[str, int] | None = None
 

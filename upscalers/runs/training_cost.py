@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from upscalers.architecture.flops import count_parameters
-from upscalers.runs.job import Job
+from upscalers.upscaling import Upscaling
 
 #: Tokens of the sequence whose activations are counted.
 TOKENS = 4096
@@ -41,11 +41,11 @@ class TrainingCost:
         return {"tokens": TOKENS, **dataclasses.asdict(self)}
 
 
-def training_cost(job: Job) -> TrainingCost | None:
+def training_cost(upscaling: Upscaling) -> TrainingCost | None:
     """Return what training takes; None if there is nothing to train, or the config lacks a size."""
-    counts = job.counts()
-    sizes = job.layout.sizes
-    vocabulary = job.config.get("vocab_size")
+    counts = upscaling.counts
+    sizes = upscaling.layout.sizes
+    vocabulary = upscaling.config.get("vocab_size")
     hidden, wide = sizes.hidden_size, sizes.intermediate_size
     if not counts.trainable or not isinstance(vocabulary, int) or not wide:
         return None
@@ -57,21 +57,21 @@ def training_cost(job: Job) -> TrainingCost | None:
     frozen = counts.total - (counts.trainable if counts.fetched is None else 0)
     shapes = [
         tensor.shape
-        for layer in job.base.layout.layers
+        for layer in upscaling.base.layout.layers
         for tensor in layer.values()
         if tensor.role in _PROJECTIONS and len(tensor.shape) == 2
     ]
     projections = sum(map(math.prod, shapes))
     adapters = sum(_LORA_RANK * sum(shape) for shape in shapes)
-    adapted = _TRAINED_BYTES * adapters + activations(job.base.num_layers)
-    counted = count_parameters(job.config)
+    adapted = _TRAINED_BYTES * adapters + activations(upscaling.base.num_layers)
+    counted = count_parameters(upscaling.config)
     # Scores and weighted values of all tokens, later ones included.
-    attention = 4 * TOKENS * sizes.num_heads * sizes.head_dim * len(job.layout.layers)
+    attention = 4 * TOKENS * sizes.num_heads * sizes.head_dim * len(upscaling.layout.layers)
     used = counted["activated_without_embeddings"] + hidden * vocabulary + (counts.fetched or 0)
     return TrainingCost(
-        bytes=_TRAINED_BYTES * trained + _FROZEN_BYTES * frozen + activations(job.plan.num_layers),
-        activation_bytes=activations(job.plan.num_layers),
-        base_bytes=_TRAINED_BYTES * counts.base + activations(job.base.num_layers),
+        bytes=_TRAINED_BYTES * trained + _FROZEN_BYTES * frozen + activations(upscaling.plan.num_layers),
+        activation_bytes=activations(upscaling.plan.num_layers),
+        base_bytes=_TRAINED_BYTES * counts.base + activations(upscaling.base.num_layers),
         lora_bytes=_FROZEN_BYTES * counts.base + adapted,
         qlora_bytes=round(_NF4_BITS / 8 * projections) + _FROZEN_BYTES * (counts.base - projections) + adapted,
         flops_per_token=3 * (2 * used + attention) + 2 * min(trained, used),

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from midus_hf.anatomy.record import RECORD_KEY
+from midus_hf.anatomy.record import RECORD_KEY, UpscaleRecord
 from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.config.errors import RequestError
 from midus_hf.files.cards import write_card
 from midus_hf.files.checkpoint_files import Kind
 from midus_hf.files.outputs import OutputFolder
 from midus_hf.memories.bank import MemoryFiles, bank_patterns, banks_of
-from midus_hf.memories.registry import are_causal
 from upscalers.architecture.layer_tensors import Config
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
@@ -23,15 +22,16 @@ from upscalers.checkpoint.safetensors_format import (
     TensorDigests,
     content_sha256,
     read_header,
-    read_tensor,
 )
 from upscalers.checkpoint.source import copy_travelling_files, total_bank_bytes
 from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_processors
 from upscalers.record.model_card import base_metadata, model_card
-from upscalers.record.provenance import Bytes, Identity, base_record, upscale_record, write_record
+from upscalers.record.provenance import Bytes, Done, Identity, full_record, upscale_record, write_record
 from upscalers.request import Progress, one_line, show_progress
-from upscalers.runs.job import Job
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, WriteSummary, split_shards
+from upscalers.upscaling import Upscaling
+
+_SPARE_BYTES = 64_000_000
 
 
 class CheckpointFolder(OutputFolder):
@@ -54,140 +54,84 @@ class CheckpointFolder(OutputFolder):
 
 
 def write_upscaled(
-    job: Job,
-    folder: CheckpointFolder,
-    max_shard_bytes: int,
-    verify: bool,
-    progress: Progress,
-    repository: str | None = None,
-) -> dict[str, Any]:
-    """Write a job's result; return fields of the report; `verify`: refuse NaN, and compare with the base."""
-    base, method = job.base, job.method
-    hosts = job.config["model_type"].startswith(MEMORY_PREFIX)
-    record = upscale_record(method, base, job.plan, job.seed, not are_causal(job.layout.memories))
-    config = {**job.config, RECORD_KEY: {}}
-    if hosts:
-        config["auto_map"] = _auto_map(base.whole_config(config)["model_type"])
-    shards, digested = split_shards(job.made, max_shard_bytes), TensorDigests(base.tensors, base.weight_names)
-    with folder.writing() as partial, digested as digests:
-        written = CheckpointWriter(base.tensors, verify, progress, digests.add, base.stored_name).write(
-            partial, shards
-        )
+    upscaling: Upscaling, folder: CheckpointFolder, progress: Progress, repository: str | None = None
+) -> Done:
+    """Write the result of an upscaling into a folder, and compare it with the base if the request says `verify`.
+
+    Args:
+        upscaling: What was decided; its base has weights.
+        folder: The folder to make.
+        progress: Display of the stages.
+        repository: Where the result will be on the Hub, for its card. Default: None, nowhere.
+    """
+    base, method = upscaling.base, upscaling.method
+    shards = split_shards(upscaling.tensors, upscaling.request.max_shard_bytes)
+    digested = TensorDigests(base.tensors, base.weight_names)
+    with (
+        digested as digests,
+        written_from(
+            base,
+            folder,
+            shards,
+            banks_of(base.layout.memories),
+            progress,
+            digests.add,
+            base.stored_name,
+            scan=upscaling.request.verify,
+            more_bytes=upscaling.surgery.bank_bytes + upscaling.scratch_bytes + _SPARE_BYTES,
+        ) as written,
+    ):
+        partial = folder.partial
         for warning in method.review(written.measurements):
             progress.warn(warning)
         progress.stage("checking config and tokenizer", 2)
         tensor_digests = digests.finish()
-        record = replace(record, base_sha256=content_sha256(tensor_digests), zero_gains=_zero_gains(job))
-        config[RECORD_KEY] = record.to_dict()
-        write_config(partial, base.whole_config(config))
-        validated = _validated(partial)
-        for bank in job.new_banks.values():
-            bank.create(partial, TORCH_NAMES[job.cast(base.dtype)], job.seed)
-        for bank in banks_of(base.layout.memories).values():
-            bank.copy(base.folder, partial)
-        banks = banks_of(layout_of(config).memories)
-        for bank in banks.values():
-            bank.bind_to_base(partial)
-        copy_travelling_files(job.source.folder, partial, progress)
-        progress.advance()
-        changed = keep_tokenizer(job.source, partial, progress)
-        if hosts:
-            from midus_hf.carried.module import write_code
-
-            write_code(partial, validated)
-            if base.composite is not None:
-                native = str(base.composite.config["model_type"]).removeprefix(MEMORY_PREFIX)
-                if named := name_processors(native, partial, progress):
-                    changed[CHANGED_KEY] = {**named, **changed.get(CHANGED_KEY, {})}
-        progress.advance()
-        identity, kl_divergence = Identity(None, None), None
-        if verify:
+        record = upscale_record(upscaling, content_sha256(tensor_digests))
+        changed = _write_siblings(upscaling, record, partial, progress)
+        identity, kl_divergence = Identity(), None
+        if upscaling.request.verify:
             from upscalers.runs.verify import compare_models
 
             files = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
             identity, kl_divergence = compare_models(
-                base, partial, base.by_name(files), job.plan, job.cast(base.dtype), method.identity, progress
+                base, partial, base.by_name(files), upscaling.plan, upscaling.dtype, method.identity, progress
             )
-        method.fill_banks(base, job.plan, partial, progress)
+        method.fill_banks(base, partial)
         progress.stage("recording what was done", 1)
-        outcome = {
-            "bytes": Bytes(written.bytes_read, written.bytes_written + total_bank_bytes(partial, banks)),
-            "identity": identity,
-            "kl_divergence": kl_divergence,
-            "measurements": written.measurements,
-        }
-        _write_provenance(job, partial, config, changed, tensor_digests, outcome, repository, progress)
+        bytes_written = written.bytes_written + total_bank_bytes(partial, upscaling.new_banks)
+        done = Done(Bytes(written.bytes_read, bytes_written), identity, kl_divergence, written.measurements)
+        write_card(partial, model_card(upscaling, done, base_metadata(upscaling.source, progress), repository))
+        write_record(partial, full_record(upscaling, done, record, changed, tensor_digests))
         progress.advance()
-    return outcome
+    return done
 
 
-def _zero_gains(job: Job) -> dict[str, float]:
-    """Return gains that start at zero with the root mean square of the base's gains next to them."""
-    import torch
+def _write_siblings(upscaling: Upscaling, record: UpscaleRecord, partial: Path, progress: Progress) -> dict[str, Any]:
+    """Write config, new banks, tokenizer and code; return what `strip` needs to undo changes of the tokenizer's files."""
+    base = upscaling.base
+    hosts = upscaling.config["model_type"].startswith(MEMORY_PREFIX)
+    config = {**upscaling.config, RECORD_KEY: record.to_dict()}
+    if hosts:
+        config["auto_map"] = _auto_map(base.whole_config(config)["model_type"])
+    write_config(partial, base.whole_config(config))
+    validated = _validated(partial)
+    for bank in upscaling.new_banks.values():
+        bank.create(partial, TORCH_NAMES[upscaling.dtype], upscaling.request.seed)
+    for bank in banks_of(layout_of(config).memories).values():  # of this config, whose record names the base's weights
+        bank.bind_to_base(partial)
+    copy_travelling_files(upscaling.source.folder, partial, progress)
+    progress.advance()
+    changed = keep_tokenizer(upscaling.source, partial, progress)
+    if hosts:
+        from midus_hf.carried.module import write_code
 
-    scales = {}
-    for name, source in job.method.zero_gains(job.base, job.plan).items():
-        _, index, own = name.split(".", 2)
-        offset = job.layout.backbone_layers[int(index)][own].offset or 0.0
-        gains = read_tensor(job.base.tensors[source], torch.float32) + offset
-        scales[name] = float(f"{gains.pow(2).mean().sqrt().item():.4g}")
-    return scales
-
-
-def _write_provenance(
-    job: Job,
-    partial: Path,
-    config: Config,
-    changed: dict[str, Any],
-    digests: dict[str, str],
-    outcome: dict[str, Any],
-    repository: str | None,
-    progress: Progress,
-) -> None:
-    from midus_hf.version import __version__
-
-    method, source, counts, entry = job.method, job.source, job.counts(), config[RECORD_KEY]
-    # A recipe names only bases on the hub: the path of a local base is private.
-    request = {
-        **({} if source.revision is None else {"base": f"{source.label}@{source.revision}"}),
-        "method": method.name,
-        **method.placement_request(job.plan),
-        "options": entry["options"],
-        "seed": job.seed,
-        "dtype": job.dtype,
-    }
-    card = model_card(
-        method,
-        source,
-        job.plan,
-        config,
-        job.layout.memories,
-        counts,
-        request,
-        job.warnings,
-        outcome["measurements"],
-        base_metadata(source, progress),
-        job.base.auto_class,
-        repository,
-        compared=outcome["identity"].checked is not None,
-    )
-    write_card(partial, card)
-    write_record(
-        partial,
-        {
-            "midus_hf": __version__,
-            **entry,
-            **changed,
-            "dtype": job.dtype,
-            "base": base_record(job.base, source.label, source.revision, digests),
-            "parameters": vars(counts),
-            "identity": vars(outcome["identity"]),
-            "promises_identity": method.identity,
-            "kl_divergence": outcome["kl_divergence"],
-            "measurements": outcome["measurements"],
-            "paper": method.paper and method.paper.to_dict(),
-        },
-    )
+        write_code(partial, validated)
+    if hosts and base.composite is not None:
+        native = str(base.composite.config["model_type"]).removeprefix(MEMORY_PREFIX)
+        if named := name_processors(native, partial, progress):
+            changed[CHANGED_KEY] = {**named, **changed.get(CHANGED_KEY, {})}
+    progress.advance()
+    return changed
 
 
 def _auto_map(model_type: str) -> dict[str, str]:
@@ -222,12 +166,26 @@ def written_from(
     progress: Progress,
     copied: Callable[[str], None] = lambda name: None,
     stored_name: Callable[[str], str] = lambda name: name,
+    scan: bool = False,
+    more_bytes: int = 0,
 ) -> Iterator[WriteSummary]:
-    """Write tensors and banks; the block writes other files to `folder.partial`, which then appears."""
+    """Write tensors and banks; the block writes other files to `folder.partial`, which then appears.
+
+    Args:
+        model: The checkpoint that tensors and banks are made of.
+        folder: The folder to make.
+        shards: Tensors by file name.
+        banks: Banks to copy, by the names of their memories.
+        progress: Display of the stages.
+        copied: Called with the name of each tensor that was copied. Default: nothing.
+        stored_name: Returns the name in the file of a tensor. Default: its own.
+        scan: Whether to refuse NaN and infinite values. Default: False.
+        more_bytes: Bytes that the disk needs besides. Default: 0.
+    """
     num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
-    folder.check_space(num_bytes + total_bank_bytes(model.folder, banks))
+    folder.check_space(num_bytes + total_bank_bytes(model.folder, banks) + more_bytes)
     with show_progress(progress), folder.writing() as partial:
-        writer = CheckpointWriter(model.tensors, scan=False, progress=progress, copied=copied, stored_name=stored_name)
+        writer = CheckpointWriter(model.tensors, scan, progress, copied, stored_name)
         written = writer.write(partial, shards)
         for bank in banks.values():
             bank.copy(model.folder, partial)
@@ -238,8 +196,8 @@ def write_part(source: Path, partial: Path, config: Config, progress: Progress) 
     """Write the other files of a checkpoint that has part of the tensors of the one in `source`."""
     copy_travelling_files(source, partial, progress)
     hosts = str(config.get("model_type")).startswith(MEMORY_PREFIX)
-    # The config of a language model within a composite model has no `auto_map`.
-    config = {**config, "auto_map": _auto_map(config["model_type"])} if hosts and "auto_map" not in config else config
+    if hosts and "auto_map" not in config:  # as that of a language model within a composite model
+        config = {**config, "auto_map": _auto_map(config["model_type"])}
     write_config(partial, config)
     for bank in banks_of(open_base(partial).layout.memories).values():
         bank.bind_to_base(partial)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Recipe(ABC):
-    """A way to make one output tensor."""
+class Recipe:
+    """A way to make one output tensor: of chunks of others, whole, or by a solver."""
 
     shape: tuple[int, ...]
 
@@ -29,27 +29,51 @@ class Recipe(ABC):
         """Full names of the base tensors that the recipe is known to read, each name once. Default: none."""
         return ()
 
+
+@dataclass(frozen=True)
+class Elementwise(Recipe, ABC):
+    """Recipe whose elements are each made of the same element of base tensors, so that chunks suffice."""
+
+    @property
+    @abstractmethod
+    def operands(self) -> tuple[str, ...]:
+        """Full names of the base tensors that `combine` takes, in its order."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.operands))
+
+    @abstractmethod
+    def combine(self, *values: "torch.Tensor") -> "torch.Tensor":
+        """Combine the operands, or the same part of each."""
+
+
+@dataclass(frozen=True)
+class Built(Recipe, ABC):
+    """Recipe for a tensor that is made as a whole."""
+
     @abstractmethod
     def build(self, read: "ReadTensor") -> "torch.Tensor":
         """Make the tensor, in float32 or wider, or its source's dtype; `read` reads base tensors by name."""
 
 
 @dataclass(frozen=True)
-class Copy(Recipe):
+class Copy(Elementwise):
     """Recipe that copies the bytes of the base tensor `source`."""
 
     source: str
 
     @property
-    def sources(self) -> tuple[str, ...]:
+    def operands(self) -> tuple[str, ...]:
         return (self.source,)
 
-    def build(self, read: "ReadTensor") -> "torch.Tensor":
-        return read(self.source)
+    def combine(self, *values: "torch.Tensor") -> "torch.Tensor":
+        (value,) = values
+        return value
 
 
 @dataclass(frozen=True)
-class Fill(Recipe):
+class Fill(Built):
     """Recipe that fills the tensor with one value."""
 
     value: float
@@ -62,14 +86,14 @@ class Fill(Recipe):
 
 
 @dataclass(frozen=True)
-class Combine(Recipe):
+class Combine(Elementwise):
     """Recipe for `sum_i c_i x_i` of base tensors; `terms` are the full names of x_i, with c_i."""
 
     terms: tuple[tuple[str, float], ...]
 
     @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for name, _ in self.terms))
+    def operands(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.terms)
 
     def combine(self, *values: "torch.Tensor") -> "torch.Tensor":
         """Combine the sources, or the same part of each, in float32, or float64 if any source is."""
@@ -82,12 +106,9 @@ class Combine(Recipe):
             total.add_(value.to(dtype), alpha=coefficient)
         return total
 
-    def build(self, read: "ReadTensor") -> "torch.Tensor":
-        return self.combine(*(read(source) for source, _ in self.terms))
-
 
 @dataclass(frozen=True)
-class Initialise(Recipe):
+class Initialise(Built):
     """Recipe for a fresh float32 tensor that `initialiser` fills in place, with a generator of the `seed`."""
 
     initialiser: Callable[["torch.Tensor", "torch.Generator"], None]
@@ -102,7 +123,7 @@ class Initialise(Recipe):
 
 
 @dataclass(frozen=True)
-class Integers(Recipe):
+class Integers(Built):
     """Recipe for an int64 tensor, which `make` returns, stored so whatever the dtype of the model."""
 
     make: Callable[[], "torch.Tensor"]
@@ -121,7 +142,7 @@ class RowRange:
 
 
 @dataclass(frozen=True)
-class Rows(Recipe):
+class Rows(Built):
     """Recipe that stacks ranges of rows, from top to bottom. In a vector, every element is a row."""
 
     ranges: tuple[RowRange, ...]
@@ -153,7 +174,7 @@ def tensor_seed(seed: int, name: str) -> int:
 
 
 @dataclass(frozen=True)
-class LayerBlocks(Recipe):
+class LayerBlocks(Built):
     """Recipe that picks one of the `num_blocks` blocks along `dim` of `source` per layer of the result."""
 
     source: str
@@ -225,18 +246,12 @@ class SolverTensor(Recipe):
     solver: Solver
     key: str
 
-    def build(self, read: "ReadTensor") -> "torch.Tensor":
-        raise AssertionError("tensors of a solver are made together, by the writer")
-
 
 @dataclass(frozen=True)
 class SolverStack(Recipe):
     """Recipe for a tensor whose rows are tensors that solvers make, one below the other."""
 
     parts: tuple[SolverTensor, ...]
-
-    def build(self, read: "ReadTensor") -> "torch.Tensor":
-        raise AssertionError("tensors of a solver are made together, by the writer")
 
 
 def solved_parts(recipe: Recipe) -> tuple[SolverTensor, ...]:

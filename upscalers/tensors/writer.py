@@ -21,8 +21,10 @@ from upscalers.checkpoint.safetensors_format import (
 )
 from upscalers.request import Progress
 from upscalers.tensors.recipes import (
+    Built,
     Combine,
     Copy,
+    Elementwise,
     Fill,
     Measurement,
     Recipe,
@@ -130,9 +132,9 @@ class CheckpointWriter:
         num_bytes = sum(one.tensor.num_bytes for one in others)
         self._progress.stage(f"writing {len(shards)} shard{'s' * (len(shards) > 1)}", num_bytes, "bytes")
         for one in others:
-            make = self._copy_in_kernel if self._goes_through_kernel(one.tensor) else self._build
             with _open_file(one.file, os.O_RDWR) as target:
-                make(one.tensor, target, one.start)
+                self._make(one.tensor, target, one.start)
+            self._progress.advance(one.tensor.num_bytes)
         measurements = self._solve(solved, folder)
         if set(shards) != {SINGLE_FILE}:
             sizes = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
@@ -171,6 +173,21 @@ class CheckpointWriter:
         rows = [row for solver in solvers for row in solver.measurements]
         return sorted(rows, key=lambda row: row["layer"])
 
+    def _make(self, tensor: OutputTensor, target: int, start: int) -> None:
+        """Write one tensor's bytes to an open file."""
+        recipe = tensor.recipe
+        if self._goes_through_kernel(tensor):
+            self._copy_in_kernel(tensor, target, start)
+        elif isinstance(recipe, Elementwise):
+            self._combine(tensor, recipe, target, start)
+        else:
+            assert isinstance(recipe, Built), tensor.name
+            built = recipe.build(self._read)
+            assert tuple(built.shape) == tuple(recipe.shape), (tensor.name, built.shape)
+            write_all(target, _to_bytes(built, tensor), start)
+        if isinstance(recipe, Copy):
+            self._copied(recipe.source)
+
     def _goes_through_kernel(self, tensor: OutputTensor) -> bool:
         if isinstance(tensor.recipe, Fill) and tensor.recipe.value == 0:
             return True
@@ -180,21 +197,22 @@ class CheckpointWriter:
         return dtypes <= {tensor.dtype} and not (self._scan and tensor.dtype in TORCH_NAMES)
 
     def _copy_in_kernel(self, tensor: OutputTensor, target: int, start: int) -> None:
+        """Copy a tensor, or its rows, from file to file; of zeros nothing is written, since a hole reads as zeros."""
         recipe = tensor.recipe
         if isinstance(recipe, Copy):
             source = self._sources[recipe.source]
             assert source.shape == recipe.shape, (tensor.name, recipe.shape)
             self._copy_bytes(source, 0, target, start, tensor.num_bytes)
-            self._copied(recipe.source)
-        for rows in recipe.ranges if isinstance(recipe, Rows) else ():
+        if not isinstance(recipe, Rows):
+            return
+        for rows in recipe.ranges:
             row_bytes = tensor.num_bytes // recipe.shape[0]
-            if rows.source is not None:  # a hole in the file reads as zeros
+            if rows.source is not None:
                 source = self._sources[rows.source]
                 assert 0 <= rows.first <= rows.first + rows.count <= source.shape[0], (rows, source.shape)
                 assert source.num_bytes == row_bytes * source.shape[0], (rows, source.shape)
                 self._copy_bytes(source, rows.first * row_bytes, target, start, rows.count * row_bytes)
             start += rows.count * row_bytes
-        self._progress.advance(tensor.num_bytes)
 
     def _copy_bytes(self, source: StoredTensor, first: int, target: int, start: int, num_bytes: int) -> None:
         assert source.file is not None
@@ -202,29 +220,20 @@ class CheckpointWriter:
             copy_bytes(file.fileno(), source.start + first, target, start, num_bytes)
         self._bytes_read += num_bytes
 
-    def _build(self, tensor: OutputTensor, target: int, start: int) -> None:
-        recipe = tensor.recipe
-        if isinstance(recipe, Copy | Combine):
-            names = [recipe.source] if isinstance(recipe, Copy) else [name for name, _ in recipe.terms]
-            sources = [self._sources[name] for name in names]
-            assert all(source.shape == recipe.shape for source in sources), tensor.name
-            for chunks in zip(*map(self._read_chunks, sources), strict=True):
-                if self._scan:
-                    for chunk, name in zip(chunks, names, strict=True):
-                        _refuse_not_finite(chunk, name, *_HELD)
-                values = chunks[0] if isinstance(recipe, Copy) else recipe.combine(*chunks)
-                if isinstance(recipe, Combine) and all(chunk.isfinite().all() for chunk in chunks):
-                    _refuse_not_finite(values, tensor.name, *_MADE)
-                data = _to_bytes(values, tensor)
-                write_all(target, data, start)
-                start += len(data)
-            if isinstance(recipe, Copy):
-                self._copied(recipe.source)
-        else:
-            built = recipe.build(self._read)
-            assert tuple(built.shape) == tuple(recipe.shape), (tensor.name, built.shape)
-            write_all(target, _to_bytes(built, tensor), start)
-        self._progress.advance(tensor.num_bytes)
+    def _combine(self, tensor: OutputTensor, recipe: Elementwise, target: int, start: int) -> None:
+        """Read chunks of all operands, and write what is made of them."""
+        sources = [self._sources[name] for name in recipe.operands]
+        assert all(source.shape == recipe.shape for source in sources), tensor.name
+        for chunks in zip(*map(self._read_chunks, sources), strict=True):
+            if self._scan:
+                for chunk, name in zip(chunks, recipe.operands, strict=True):
+                    _refuse_not_finite(chunk, name, *_HELD)
+            values = recipe.combine(*chunks)
+            if isinstance(recipe, Combine) and all(chunk.isfinite().all() for chunk in chunks):
+                _refuse_not_finite(values, tensor.name, *_MADE)
+            data = _to_bytes(values, tensor)
+            write_all(target, data, start)
+            start += len(data)
 
     def _read(self, name: str) -> "torch.Tensor":
         import torch

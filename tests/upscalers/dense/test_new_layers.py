@@ -1,13 +1,13 @@
 """What new layers of dense methods are made of, and how they begin as the identity."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import WINDOW, prompt
 
-from midus_hf.cli.upscale import RunRequest
 from midus_hf.config.yaml_options import read_mapping
 from tests.upscalers.checkpoints import SMALL, Recorder, save_base, write_tensors
 from tests.upscalers.contents import layer, load, logits, read_tensors, same_bits
@@ -25,7 +25,7 @@ from upscalers.methods import contract
 from upscalers.methods.contract import METHODS, register_method
 from upscalers.methods.dense_block import DenseMethod
 from upscalers.plan import place
-from upscalers.request import parse_options
+from upscalers.request import Request, parse_options
 from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Combine
 
@@ -137,7 +137,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.sta
 @pytest.mark.parametrize("name", NAMES)
 def test_recipes_add_half_as_many_layers(name, tmp_path):
     recipe = read_mapping(RECIPES / f"{name}.yaml")
-    parse_options(RunRequest, recipe, name)
+    parse_options(Request, {"base": "a folder", **recipe}, name)
     if name == "demo":
         assert "base" not in recipe and "output" not in recipe
         return
@@ -208,9 +208,9 @@ def test_combine_computes_in_the_finest_dtype():
     sources = {"coarse": torch.tensor([1.0, 2.0]), "fine": torch.tensor([1e-12, 2e-12], dtype=torch.float64)}
     exact = sources["coarse"].double() + sources["fine"]
     for names in (("coarse", "fine"), ("fine", "coarse")):
-        made = Combine((2,), tuple((name, 1.0) for name in names)).build(sources.__getitem__)
+        made = Combine((2,), tuple((name, 1.0) for name in names)).combine(*(sources[name] for name in names))
         assert torch.equal(made, exact)
-    narrow = Combine((2,), (("coarse", 0.1),)).build(lambda name: sources[name].bfloat16())
+    narrow = Combine((2,), (("coarse", 0.1),)).combine(sources["coarse"].bfloat16())
     assert narrow.dtype == torch.float32
 
 
@@ -268,8 +268,16 @@ def test_biases_of_zero_projections_are_zero_and_train(method, tied, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_method_without_options_copies_and_keeps_identity(family, shared_base, tmp_path, monkeypatch):
     monkeypatch.setattr(contract, "METHODS", {**METHODS})
-    members = {"summary": "copies", "paper": None, "identity": True, "plan_warnings": lambda *_: ["copies repeat"]}
-    register_method("copies")(type("Copies", (DenseMethod,), members))
+
+    @register_method("copies")
+    class Copies(DenseMethod):
+        summary = "copies"
+        paper = None
+        identity = True
+
+        def surgery(self, base, plan, seed):
+            return replace(super().surgery(base, plan, seed), warnings=("copies repeat",))
+
     base, progress = shared_base(family), Recorder()
     report = upscale(base=base, method="copies", output=tmp_path / "out", placement=[2, 5], progress=progress)
     assert "copies repeat" in progress.warnings
