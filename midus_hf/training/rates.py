@@ -2,7 +2,8 @@
 
 The first step of AdamW moves each number by its rate against the sign of its gradient, whatever the gradient's size. Along this line
 the loss of other texts falls, turns and rises, about as `a r - b r^2`. A run gets `SHARE` of the rate where it turns, and half of it
-where the rate is constant, which goes twice as far as one that falls.
+where the rate is constant, which goes twice as far as one that falls. New decoder layers get all of it: the first step moves few of
+their matrices.
 
 New parts end in zeros, and what is before the zeros has no gradient in the first step: it learns at `NEW_RATE`, and limits the rate
 of zeros in its group, since AdamW moves it by this rate too.
@@ -17,14 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from midus_hf.anatomy.record import record_of
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.memories.hierarchical.training import BLOCKS_GROUP
+from midus_hf.memories.module import DeclaredModule
 from midus_hf.sources.progress import show_progress
 from midus_hf.training.keys import NEW_RATE, Rates, short_run_rates
 from midus_hf.training.optim import parameter_groups
 
 #: Share of the rate where the loss turns that a run gets (experiments/LOG.md).
 SHARE = 0.55
+#: The same for decoder layers that are new.
+LAYERS_SHARE = 1.0
 #: Most that a step moves matrices without a gradient yet, of their root mean square.
 _MAX_STEP = 0.15
 #: Rate of a whole model that is not measured.
@@ -53,7 +58,8 @@ class FoundRates:
             return f"{named}: the usual ones, since {self.reason}; set learning_rate to choose"
         at = " and ".join(f"{key} {rate:.2g}" for key, rate in self.turns.items())
         limited = ", less than that for tensors that have no gradient yet" if self.is_limited else ""
-        return f"{named}: a first step helps these texts most at {at}, and a run gets a part of it{limited}"
+        part = "a part of it" if any(self.rates[key] < 0.9 * turn for key, turn in self.turns.items()) else "it"
+        return f"{named}: a first step helps these texts most at {at}, and a run gets {part}{limited}"
 
 
 def describe_rates(rates: Rates) -> str:
@@ -82,8 +88,9 @@ def find_rates(trainer: Any, trains_new: bool) -> FoundRates:
         search = _LineSearch(trainer, groups, bar)
         turns = search.find_turns({key for key in search.keys if not _is_given(key, trainer.args)})
     is_limited = False
+    share = LAYERS_SHARE if trains_new and _trains_only_layers(trainer.model) else SHARE
     for key, turn in turns.items():
-        rate = turn * (SHARE / 2 if search.is_constant[key] else SHARE)
+        rate = turn * (share / 2 if search.is_constant[key] else share)
         limit = search.limits.get(key, math.inf)
         is_limited |= rate > limit
         rates[key] = float(f"{min(rate, limit):.2g}")
@@ -236,6 +243,16 @@ def _restored(trainer: Any) -> Iterator[None]:
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
         trainer._divergences.clear()
+
+
+def _trains_only_layers(model: nn.Module) -> bool:
+    """Return whether all that trains is decoder layers that are new, without memory and adapters."""
+    record = record_of(model.config)
+    if record is None or any(isinstance(module, DeclaredModule) for module in model.modules()):
+        return False
+    layers = tuple(f"layers.{layer}." for layer in record.new_layers)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return all(any(layer in name for layer in layers) and "lora_" not in name for name in trained)
 
 
 def _is_given(key: str, arguments: Any) -> bool:

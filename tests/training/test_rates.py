@@ -134,7 +134,23 @@ def test_gains_of_new_layers_are_measured(tmp_path, config_for, monkeypatch):
     trainer = unmeasured_trainer(config_for(model=save_upscaled("gemma3", tmp_path / "m", "llama-pro")))
     found = find_rates(trainer, trains_new=True)
     assert set(found.turns) == {"gain_learning_rate"}
-    assert found.rates == {"learning_rate": 1e-3, "gain_learning_rate": 0.055}
+    assert found.rates == {"learning_rate": 1e-3, "gain_learning_rate": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "expected"),
+    [
+        ("llama-pro", {}, 0.1),
+        ("llama-pro", {"adapters": {"r": 4}}, 0.055),
+        ("llama-pro", {"trainable": "all"}, 0.055),
+        ("moc", {}, 0.055),
+    ],
+)
+def test_only_new_layers_get_all_of_the_turn(method, keys, expected, tmp_path, config_for, monkeypatch):
+    monkeypatch.setattr("midus_hf.training.rates.turning_point", lambda gains: 0.1)
+    monkeypatch.setattr("midus_hf.training.rates._MAX_STEP", math.inf)
+    trainer = unmeasured_trainer(config_for(model=save_upscaled("llama", tmp_path / "m", method), **keys))
+    assert find_rates(trainer, trains_new="trainable" not in keys).rates["learning_rate"] == expected
 
 
 def test_missing_rate_is_refused(config_for):
@@ -148,6 +164,7 @@ def test_found_rates_say_why():
     assert str(found) == (
         "learning_rate 0.001: a first step helps these texts most at learning_rate 0.0018, and a run gets a part of it"
     )
+    assert str(FoundRates({"learning_rate": 0.0018}, {"learning_rate": 0.00182})).endswith("and a run gets it")
 
 
 @pytest.mark.parametrize(("key", "value"), [("value_learning_rate", 0.5), ("eval_share", 0.2)])
