@@ -35,6 +35,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping, options_from_files
 from midus_hf.look.page import as_png, new_figure
 from midus_hf.training import TrainArguments, run_training
+from midus_hf.training.prepare import Prepared
 from midus_hf.training.run import make_memory_trainer
 from upscalers import upscale
 
@@ -63,8 +64,8 @@ def advance(run: Run, comparison: Comparison, models: Path, steps: list[int], in
     keys = {**run.training_keys(comparison, model, str(trained)), "resume_from_checkpoint": "auto"}
     keys["eval_on_start"] = not any(trained.glob("checkpoint-*"))
 
-    def make_trainer(*given: Any) -> Any:
-        trainer = make_memory_trainer(*given)
+    def make_trainer(prepared: Prepared) -> Any:
+        trainer = make_memory_trainer(prepared)
         trainer.add_callback(Milestones(steps))
         return trainer
 

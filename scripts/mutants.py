@@ -87,8 +87,8 @@ NEAREST = {
     "midus_hf/training/protection.py": "tests/training/test_protection.py",
     "midus_hf/training/run.py": "tests/training/test_run.py tests/training/test_refusals.py "
     "tests/training/test_protection.py tests/training/test_output.py",
-    "midus_hf/training/sft.py": "tests/sft",
-    "midus_hf/training/sft_rows.py": "tests/sft",
+    "midus_hf/training/sft/run.py": "tests/sft",
+    "midus_hf/training/sft/rows.py": "tests/sft",
     "midus_hf/training/trainer.py": "tests/training/test_run.py tests/training/test_output.py tests/training/test_blocks.py "
     "tests/training/parallel/test_sharded.py "
     "tests/training/checkpoints/test_whole_checkpoints.py tests/training/test_optim.py",
@@ -101,7 +101,7 @@ NEAREST_TO_UPSCALERS = {
     "__init__": "refusals command_line hub",
     "base_checkpoint": "refusals checkpoint_layouts families",
     "inspection": "strip dense/opt_deus command_line every_method",
-    "job": "verification output_folder hub command_line every_method",
+    "upscaling": "verification output_folder hub command_line every_method",
     "layer_predictor": "dense/lesa",
     "layer_tensors": "families command_line plan dense/new_layers",
     "layout": "families command_line",

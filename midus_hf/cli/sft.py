@@ -37,7 +37,7 @@ def midus_sft(
         )
     if "--help=all" in words:
         print_note("reading the Trainer's keys ...")  # takes seconds
-    from midus_hf.training.sft import SftArguments, finetune
+    from midus_hf.training.sft.run import SftArguments, finetune
 
     if "--help=all" in words:
         print_keys(SftArguments, midus_sft)

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -50,7 +49,7 @@ from midus_hf.models.saved_models import check_no_missing_tensors, load_model
 from midus_hf.sources.downloads import fetching
 from midus_hf.sources.tokenizers import load_tokenizer
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
-from midus_hf.training.keys import ENOUGH_STEPS
+from midus_hf.training.keys import planned_steps
 from midus_hf.training.optim import resolve_trainable
 from midus_hf.training.output import new_card
 
@@ -223,21 +222,6 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
             measured = choose_measured(measured, planned_steps(arguments, len(train)) * arguments.sequences_per_step)
     held_out = read_held_out(arguments, arguments.text_column, length, lambda key, rows: pack(key, rows)[0])
     return RunTexts(train, held_out if measured is None else measured, reads, tree)
-
-
-def planned_epochs(arguments: Any, num_sequences: int) -> float:
-    """Return the passes of a run over its sequences; a short run takes at least `ENOUGH_STEPS` steps."""
-    if arguments.num_train_epochs is not None:
-        return arguments.num_train_epochs
-    return max(3, math.ceil(ENOUGH_STEPS / math.ceil(num_sequences / arguments.sequences_per_step)))
-
-
-def planned_steps(arguments: Any, num_sequences: int) -> int:
-    """Return the number of optimizer steps of a run over so many sequences."""
-    if arguments.max_steps > 0:
-        return arguments.max_steps
-    per_epoch = max(1, num_sequences // arguments.sequences_per_step)
-    return math.ceil(planned_epochs(arguments, num_sequences) * per_epoch)
 
 
 def _pack_held_out(rows: Any, arguments: Any, pack: Callable[[str, Any], Any]) -> tuple[Any, Any]:

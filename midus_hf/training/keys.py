@@ -1,6 +1,7 @@
 """The keys of a run that are new or have other defaults than the Trainer's; the help needs no torch."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
@@ -33,6 +34,21 @@ def trains_new_parts(keys: Mapping[str, Any], recorded: str | None) -> bool:
         trainable = recorded
     # A list of roles names tensors of added memories; a list of numbers may name layers of the base.
     return trainable == "new" or (isinstance(trainable, list) and all(isinstance(part, str) for part in trainable))
+
+
+def planned_epochs(arguments: Any, num_sequences: int) -> float:
+    """Return the passes of a run over its sequences; a short run takes at least `ENOUGH_STEPS` steps."""
+    if arguments.num_train_epochs is not None:
+        return arguments.num_train_epochs
+    return max(3, math.ceil(ENOUGH_STEPS / math.ceil(num_sequences / arguments.sequences_per_step)))
+
+
+def planned_steps(arguments: Any, num_sequences: int) -> int:
+    """Return the number of optimizer steps of a run over so many sequences."""
+    if arguments.max_steps > 0:
+        return arguments.max_steps
+    per_epoch = max(1, num_sequences // arguments.sequences_per_step)
+    return math.ceil(planned_epochs(arguments, num_sequences) * per_epoch)
 
 
 @dataclasses.dataclass

@@ -184,76 +184,89 @@ def saving_to(output: Path) -> Iterator[None]:
         raise PartialSaveError(f"{kept}{error.facts}. Free some space there, and {resume_hint(output)}.") from error
 
 
-def save_model(
-    trainer: Any, arguments: Any, dtypes: dict[str, Any], uses_cache: bool, tokenizer: Any, files: dict[str, bytes]
-) -> list[str]:
+def save_model(trainer: Any, prepared: Any) -> list[str]:
     """Save the trained model, adapters merged, with dtypes and `use_cache` as loaded; all processes call this.
 
-    A card in `files`, contents of accompanying files by name, gets a section on the training. Weights are kept if other files cannot
-    be written; a phrase about each of these is returned.
+    A card among the files of `prepared`, a `Prepared`, gets a section on the training. Weights are kept if other files cannot be
+    written; a phrase about each of these is returned.
     """
-    model, is_main = trainer.model, arguments.process_index == 0
-    if trainer.shares_parameters:
-        trainer.saved_dtypes = dtypes
-    else:
-        restore_dtypes(model, dtypes)
+    model, arguments = trainer.model, prepared.arguments
+    if not trainer.shares_parameters:
+        restore_dtypes(model, prepared.saved_dtypes)
     trainer.check_finite()
     if has_adapters(model):
         trainer.model = model = model.merge_and_unload()
-    model.config.use_cache = uses_cache
-    output, partial_model = Path(arguments.output_dir), Path(arguments.output_dir, PARTIAL_MODEL)
-    pushes, trainer.args.push_to_hub = trainer.args.push_to_hub, False
-    # transformers refuses to save a model with contradictory settings
-    settings, model.generation_config = model.generation_config, GenerationConfig()
-    size = sum(whole_numel(parameter) * parameter.element_size() for parameter in model.parameters())
+    model.config.use_cache = prepared.uses_cache
+    partial_model = Path(arguments.output_dir, PARTIAL_MODEL)
+    # Transformers refuses to save a model with contradictory settings.
+    settings = model.generation_config
+    model.generation_config = GenerationConfig()
     try:
-        if is_main:
-            shutil.rmtree(partial_model, ignore_errors=True)
-        trainer.accelerator.wait_for_everyone()
-        with convert_disk_errors(partial_model, size):
-            trainer.write_model(str(partial_model))
-    except BaseException:
-        shutil.rmtree(partial_model, ignore_errors=True)
-        raise
+        _write_weights(trainer, model, partial_model)
     finally:
-        model.generation_config, trainer.args.push_to_hub = settings, pushes
-    if not is_main:
+        model.generation_config = settings
+    if arguments.process_index != 0:
         return []
     (partial_model / "training_args.bin").unlink(missing_ok=True)
-    state = dataclasses.replace(trainer.state, best_model_checkpoint=for_record(trainer.state.best_model_checkpoint))
+    failures = _write_siblings(trainer.state, settings, prepared, partial_model)
+    _move_model(partial_model, Path(arguments.output_dir))
+    return failures
+
+
+def _write_weights(trainer: Any, model: Any, folder: Path) -> None:
+    """Write weights and config to a new folder; nothing is left of it after an error."""
+    size = sum(whole_numel(parameter) * parameter.element_size() for parameter in model.parameters())
+    pushes, trainer.args.push_to_hub = trainer.args.push_to_hub, False  # which is done at the end, with all files
+    try:
+        if trainer.args.process_index == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        trainer.accelerator.wait_for_everyone()
+        with convert_disk_errors(folder, size):
+            trainer.write_model(str(folder))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        trainer.args.push_to_hub = pushes
+
+
+def _write_siblings(state: TrainerState, settings: Any, prepared: Any, folder: Path) -> list[str]:
+    """Write the log, the tokenizer, settings of generation and files of the base; return what failed."""
+    shown = dataclasses.replace(state, best_model_checkpoint=for_record(state.best_model_checkpoint))
     writers: dict[str, Callable[[], object]] = {
-        TRAINER_STATE: lambda: state.save_to_json(str(partial_model / TRAINER_STATE)),
-        "the tokenizer": lambda: tokenizer.save_pretrained(partial_model),
-        GENERATION_CONFIG: lambda: settings.to_json_file(
-            partial_model / GENERATION_CONFIG, keys_to_pop=["compile_config"]
-        ),
+        TRAINER_STATE: lambda: shown.save_to_json(str(folder / TRAINER_STATE)),
+        "the tokenizer": lambda: prepared.tokenizer.save_pretrained(folder),
+        GENERATION_CONFIG: lambda: settings.to_json_file(folder / GENERATION_CONFIG, keys_to_pop=["compile_config"]),
     }
-    for name, content in files.items():
+    for name, content in prepared.files.items():
         if name == CARD_FILE:
             card = without_section(without_results(card_text(content), "training"), PROTECTED_HEADING)
-            content = card_bytes(add_training(card, arguments, trainer.state))
-        writers[name] = partial((partial_model / name).write_bytes, content)
+            content = card_bytes(add_training(card, prepared.arguments, state))
+        writers[name] = partial((folder / name).write_bytes, content)
     failures = []
     for name, write in writers.items():
         try:
             write()
         except Exception as error:  # of any library that writes it
-            (partial_model / name).unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
             failures.append(f"{name} ({type(error).__name__}: {first_line(error)})")
+    return failures
+
+
+def _move_model(folder: Path, output: Path) -> None:
+    """Move a model's files to the output, the config last, since a folder without one is not a model."""
     try:
         (output / CONFIG_FILE).unlink(missing_ok=True)
-        # The config last, since a folder without one is not a model.
-        for path in sorted(partial_model.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == CONFIG_FILE):
             if (output / path.name).is_dir():
                 shutil.rmtree(output / path.name)
             os.replace(path, output / path.name)
-        partial_model.rmdir()
+        folder.rmdir()
     except OSError as error:
         raise PartialSaveError(
-            f"the trained model is in {partial_model}, and could not be moved to {output}: {first_line(error)}. Move the files "
+            f"the trained model is in {folder}, and could not be moved to {output}: {first_line(error)}. Move the files "
             "of both into one new folder."
         ) from error
-    return failures
 
 
 def upload_model(repository: str, output: Path, token: str | None) -> None:

@@ -82,10 +82,11 @@ class MemoryTrainerMixin(AnyTrainer):
     banks, and ends with a manifest; `load_checkpoint` loads one into a model.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, saved_dtypes: dict[str, torch.dtype] | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         options = self.args if isinstance(self.args, MemoryArguments) else None
-        self.saved_dtypes: dict[str, torch.dtype] = {}
+        #: Dtypes in which processes that share parameters save the model, by name; others as they are.
+        self.saved_dtypes = saved_dtypes or {}
         self.base_kl: float = getattr(self.args, "base_kl", 0.0)
         if self.base_kl:
             check_base_divergence(self)
@@ -227,8 +228,6 @@ class MemoryTrainerMixin(AnyTrainer):
             self.optimizer = optimizer_class(parameter_groups(target, rates), **options)
             if self.blocks is not None:
                 self.blocks.follow(self.optimizer)
-        # The Trainer clips, and asks for norms, only through it.
-        self.accelerator.clip_grad_norm_ = self.clip_gradients
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -342,7 +341,17 @@ class MemoryTrainerMixin(AnyTrainer):
         else:
             self._load_from_checkpoint(self.state.best_model_checkpoint)
 
-    def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Any:
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self.sparse_values or self.blocks is not None:
+            return self.clip_gradients(model.parameters(), self.args.max_grad_norm)
+        return self._refuse_infinite(super()._clip_grad_norm(model))  # type: ignore[misc]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None and (self.sparse_values or self.blocks is not None):
+            grad_norm = self.clip_gradients(model.parameters(), math.inf)
+        return self._refuse_infinite(super()._get_grad_norm(model, grad_norm))  # type: ignore[misc]
+
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Any:
         """Clip blocks with parameters, and rows of tables separately; return the norm; refuse infinite ones."""
         dense: list[Any] = list(parameters)
         tables = []
@@ -352,9 +361,13 @@ class MemoryTrainerMixin(AnyTrainer):
             dense = [each for each in dense if each.grad is not None and not each.grad.is_sparse]
         if self.blocks is not None:
             dense += self.blocks.leaves()
-        norm: Any = type(self.accelerator).clip_grad_norm_(self.accelerator, dense, max_norm, norm_type)
+        norm: Any = self.accelerator.clip_grad_norm_(dense, max_norm)
         if tables:
             norm = torch.stack([norm, clip_rows(tables, max_norm).to(norm.device)]).norm()
+        return self._refuse_infinite(norm)
+
+    def _refuse_infinite(self, norm: Any) -> Any:
+        """Return the norm of a step's gradients; raise `NotFiniteError` if it or the loss is not finite."""
         # _tr_loss is summed over the steps since the last log event.
         step, loss = self.state.global_step + 1, self._tr_loss.item()
         if not math.isfinite(loss):

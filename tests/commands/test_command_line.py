@@ -23,7 +23,7 @@ from midus_hf.cli import entry_points
 from midus_hf.cli.run_arguments import read_arguments
 from midus_hf.config.errors import RequestError
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.sft import SftArguments
+from midus_hf.training.sft.run import SftArguments
 from midus_hf.version import __version__
 from upscalers.architecture.flops import count_flops
 
@@ -37,7 +37,7 @@ MISSING_FILE = {
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
     "midus train": ("midus_hf.training.run.run_training", ["run.yaml"]),
-    "midus sft": ("midus_hf.training.sft.finetune", ["sft.yaml"]),
+    "midus sft": ("midus_hf.training.sft.run.finetune", ["sft.yaml"]),
     "midus eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
     "midus ask": ("midus_hf.models.saved_models.load_for_reading", ["model", "Why?"]),
     "midus edit": ("midus_hf.cli.edit.list_memories", ["list", "model"]),

@@ -14,7 +14,7 @@ from midus_hf.evaluation.evaluate import EvaluationSettings
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.keys import Rates
-from midus_hf.training.sft import SftArguments
+from midus_hf.training.sft.run import SftArguments
 from upscalers.methods.contract import METHODS, get_method
 from upscalers.request import Request
 

@@ -18,7 +18,7 @@ from midus_hf.cli.entry_points import COMMANDS
 from midus_hf.compare.plan import Comparison
 from midus_hf.config.errors import install_extra
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.sft import SftArguments
+from midus_hf.training.sft.run import SftArguments
 from tests.docs.snippets import ROOT, RUN_LANGUAGES, SHOWN_LANGUAGES, TAKEN, blocks_in, blocks_of, pages
 from upscalers.methods.contract import METHODS
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sft.tiny_chats import chat, save_base, sft_config, write_rows
 
-from midus_hf.training.sft import SftArguments
+from midus_hf.training.sft.run import SftArguments
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from datasets import Dataset
 from sft.tiny_chats import character_tokenizer, chat, prepared, write_rows
 from training.tiny_run import refused, tiny_tokenizer
 
-from midus_hf.training.sft import SftArguments
-from midus_hf.training.sft_rows import CHATML, read_chats, set_template
+from midus_hf.training.sft.rows import CHATML, read_chats, set_template
+from midus_hf.training.sft.run import SftArguments
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be kind"}

@@ -29,9 +29,10 @@ from midus_hf.cli import sft as command
 from midus_hf.cli.sft import main
 from midus_hf.config.errors import install_extra
 from midus_hf.data.packing import IGNORED_LABEL
-from midus_hf.training import template_day
-from midus_hf.training.sft import REFUSED, SftArguments, finetune, has_loss
-from midus_hf.training.sft_rows import CHATML
+from midus_hf.training.checks import WITHOUT_EFFECT
+from midus_hf.training.sft import template_day
+from midus_hf.training.sft.rows import CHATML
+from midus_hf.training.sft.run import SftArguments, finetune, has_loss
 from upscalers.runs.upscale import upscale
 
 REFUSES = "{{% if {} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
@@ -392,8 +393,8 @@ def test_each_key_that_trl_adds_works_or_is_refused():
     of_trl, of_trainer = (
         {field.name for field in dataclasses.fields(kind)} for kind in (SFTConfig, TrainingArguments)
     )
-    assert of_trl - of_trainer == WORKING | REFUSED.keys()
-    assert not WORKING & REFUSED.keys()
+    assert of_trl - of_trainer == WORKING | WITHOUT_EFFECT.keys()
+    assert not WORKING & WITHOUT_EFFECT.keys()
     assert SftArguments(**NEEDED).activation_checkpointing, "which is the default of TRL"
     assert not SftArguments(**NEEDED, activation_checkpointing=False).gradient_checkpointing
     assert SftArguments(**NEEDED, include_num_input_tokens_seen="no").include_num_input_tokens_seen == "no"

@@ -11,7 +11,7 @@ from tokenizers.decoders import ByteLevel
 from training.tiny_run import PreparedRun, save_upscaled
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.training.sft import SftArguments, make_sft_trainer, read_chat_texts
+from midus_hf.training.sft.run import SftArguments, make_sft_trainer, read_chat_texts
 
 CHATML_TOKENS = ["<|im_start|>", "<|im_end|>"]
 

@@ -269,7 +269,7 @@ def of_weight(value, dtype=None):
 
     def spoil(run, monkeypatch):
         cast, saved = cast_for_training, {} if dtype is None else {Q_PROJ: dtype}
-        monkeypatch.setattr("midus_hf.training.run.cast_for_training", lambda *given: cast(*given) | saved)
+        monkeypatch.setattr("midus_hf.training.prepare.cast_for_training", lambda *given: cast(*given) | saved)
         return lambda model: model.get_parameter(Q_PROJ).data[1].fill_(value)
 
     return spoil

@@ -15,7 +15,7 @@ from midus_hf.config.yaml_options import read_mapping
 from midus_hf.memories.moc.options import PAPER, MocOptions
 from midus_hf.memories.registry import read_memories
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.sft import SftArguments
+from midus_hf.training.sft.run import SftArguments
 from upscalers.architecture.flops import count_parameters
 from upscalers.plan import place
 

@@ -23,7 +23,7 @@ from midus_hf.training import arguments
 from midus_hf.training.arguments import TrainArguments, computes_bfloat16
 from midus_hf.training.keys import Rates, SftKeys, TrainKeys
 from midus_hf.training.optim import parameter_groups, resolve_trainable, set_trainable
-from midus_hf.training.sft import SftArguments
+from midus_hf.training.sft.run import SftArguments
 from midus_hf.training.trainer import MemoryTrainer
 
 NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c", "bf16": False}

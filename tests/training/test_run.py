@@ -45,8 +45,7 @@ from transformers import (
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.cli.train import main
 from midus_hf.sources import progress as library_bars
-from midus_hf.training import base_divergence
-from midus_hf.training import run as training_run
+from midus_hf.training import base_divergence, callbacks
 from midus_hf.training.base_divergence import base_logits, check_base_divergence, divergence_without_target
 from midus_hf.training.checkpoints import load_checkpoint
 from midus_hf.training.optim import set_trainable
@@ -260,8 +259,8 @@ def test_busy_cores_are_noted_once(changes, processor_seconds, is_noted, monkeyp
     monkeypatch.setattr(torch, "get_num_threads", lambda: given["threads"])
     clock = SimpleNamespace(seconds=0.0)
     times = {"monotonic": lambda: clock.seconds, "process_time": lambda: clock.seconds * processor_seconds / 12}
-    monkeypatch.setattr(training_run, "time", SimpleNamespace(**times))
-    note = training_run.RunReport("", 1)
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(**times))
+    note = callbacks.RunReport("", 1)
     for _ in range(6):
         note.on_step_begin(SimpleNamespace(**given), None, None)
         clock.seconds += 6

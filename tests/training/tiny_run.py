@@ -14,15 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from midus_hf.training.arguments import TrainArguments
+from midus_hf.training.callbacks import GracefulStop, RunReport
 from midus_hf.training.inputs import read_texts
-from midus_hf.training.run import (
-    GracefulStop,
-    RunInterrupted,
-    RunReport,
-    TrainResult,
-    make_memory_trainer,
-    run_training,
-)
+from midus_hf.training.prepare import Prepared
+from midus_hf.training.run import RunInterrupted, TrainResult, make_memory_trainer, run_training
 from midus_hf.training.trainer import MemoryTrainer
 from upscalers.runs.upscale import upscale
 
@@ -190,9 +185,9 @@ class PreparedRun:
     texts: Any
 
     def __init__(self, arguments: Any, read: Callable = read_texts, make_trainer: Callable = make_memory_trainer):
-        def keep(model: Any, arguments: Any, tokenizer: Any, texts: Any) -> Any:
-            self.model, self.tokenizer, self.texts = model, tokenizer, texts
-            self.trainer = make_trainer(model, arguments, tokenizer, texts)
+        def keep(prepared: Prepared) -> Any:
+            self.model, self.tokenizer, self.texts = prepared.model, prepared.tokenizer, prepared.texts
+            self.trainer = make_trainer(prepared)
             self._train, self.trainer.train = self.trainer.train, self._wait
             return self.trainer
 

@@ -101,7 +101,7 @@ def test_a_second_signal_stops_at_once(config_for, tmp_path):
 
 
 def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeypatch):
-    monkeypatch.setattr("midus_hf.training.run.load_for_training", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("midus_hf.training.prepare.load_for_training", Mock(side_effect=KeyboardInterrupt))
     assert main(words) == 130 and not (tmp_path / "out").exists()
 
 

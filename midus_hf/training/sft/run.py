@@ -1,9 +1,9 @@
-"""Supervised fine-tuning on chats, which TRL tokenizes, truncates and packs."""
+"""A run of supervised fine-tuning on chats, which TRL tokenizes, truncates and packs."""
 
 import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -17,52 +17,28 @@ from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.models.host import MemoryConfig
 from midus_hf.sources.tokenizers import check_ids, without_suffix_tokens
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.inputs import RunTexts, planned_steps, read_held_out
-from midus_hf.training.keys import SftKeys
+from midus_hf.training.checks import check_chat_keys
+from midus_hf.training.inputs import RunTexts, read_held_out
+from midus_hf.training.keys import SftKeys, planned_steps
 from midus_hf.training.outcome import HELD_OUT
+from midus_hf.training.prepare import Prepared
 from midus_hf.training.run import TrainResult, run_training
-from midus_hf.training.sft_rows import read_chats
-from midus_hf.training.template_day import first_day, reads_clock, with_day
+from midus_hf.training.sft.rows import read_chats
+from midus_hf.training.sft.template_day import first_day, reads_clock, with_day
 from midus_hf.training.trainer import MemoryTrainerMixin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Keys of TRL that would have no effect, with the values that they may have and the reason.
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "model_init_kwargs": ((None,), "a run loads its model itself; attn_implementation is a separate key"),
-    "trust_remote_code": ((False,), "a run executes no code that comes with a model"),
-    "dataset_kwargs": ((None,), "rows are always made into tokens and labels"),
-    "dataset_text_field": (
-        ("text",),
-        "rows are chats, or prompts and completions; midus train reads texts, by text_column",
-    ),
-    "eval_packing": ((None,), "held-out texts are always packed sequences"),
-    "padding_free": ((False,), "packing: true leaves padding out, and keeps max_length"),
-    "loss_type": (("nll", "chunked_nll"), "the loss is computed by the model, with the terms of its memories"),
-}
-
-
 @dataclasses.dataclass(repr=False)
 class SftArguments(SftKeys, MemoryArguments, SFTConfig):
-    """Arguments of `midus sft`: the keys of TRL's `SFTConfig`, except `REFUSED` ones, and `SftKeys`."""
+    """Arguments of `midus sft`: the keys of TRL's `SFTConfig`, except those that would have no effect, and `SftKeys`."""
 
-    first_day: ClassVar[str | None] = None  # which templates read, set by a run; None: today
     gradient_checkpointing: bool | None = None  # type: ignore[assignment]  # an older name, of Transformers and TRL
 
     def __post_init__(self) -> None:
-        for key, (expected, reason) in REFUSED.items():
-            value = getattr(self, key)
-            if value not in expected:
-                raise RequestError(f"{key} is {value!r}; expected {expected[0]!r}: {reason}. Leave it out.")
-        if self.max_length is None or self.max_length < 2:
-            raise RequestError(f"max_length is {self.max_length}; expected at least 2 tokens.")
-        if self.packing and self.truncation_mode != "keep_start":
-            raise RequestError(
-                f"truncation_mode is {self.truncation_mode!r}, and packing keeps the first tokens of long chats; expected "
-                "keep_start. Leave truncation_mode or packing out."
-            )
+        check_chat_keys(self)
         if self.include_num_input_tokens_seen is None:
             self.include_num_input_tokens_seen = "all" if self.packing else "non_padding"
         if self.activation_checkpointing is None and self.gradient_checkpointing is None:
@@ -104,10 +80,9 @@ def read_chat_texts(
     return RunTexts(train, choose_measured(held_out, num_trained), "")
 
 
-def make_sft_trainer(
-    model: Any, arguments: SftArguments, tokenizer: "PreTrainedTokenizerBase", texts: RunTexts
-) -> "SftTrainer":
+def make_sft_trainer(prepared: Prepared) -> "SftTrainer":
     """Return TRL's Trainer on chats, leaving out those without an answer to learn from."""
+    model, arguments, tokenizer, texts = prepared.model, prepared.arguments, prepared.tokenizer, prepared.texts
     _check_banks(model, arguments)
     chats, source = texts.train, arguments.dataset_name
     columns = chats.column_names
@@ -117,19 +92,25 @@ def make_sft_trainer(
     options.assistant_only_loss = arguments.assistant_only_loss and is_chat
     if arguments.completion_only_loss is None:
         options.completion_only_loss = arguments.assistant_only_loss and "completion" in columns
-    data = {"train_dataset": chats, "eval_dataset": texts.held_out}
-    # TRL appends the end token to completions.
-    trainer = SftTrainer(model, options, processing_class=without_suffix_tokens(tokenizer), **data)
+    trainer = SftTrainer(
+        model,
+        options,
+        processing_class=without_suffix_tokens(tokenizer),  # since TRL appends the end token to completions
+        train_dataset=chats,
+        eval_dataset=texts.held_out,
+        first_day=prepared.first_day,
+        saved_dtypes=prepared.saved_dtypes,
+    )
     if options.assistant_only_loss:
         _stop_after_answers(model, tokenizer, trainer.first_labels)
-    prepared: Any = trainer.train_dataset
-    columns = [name for name in ("labels", "seq_lengths") if name in prepared.column_names]
-    sequences = prepared.filter(has_loss, input_columns=columns, load_from_cache_file=False)
+    encoded: Any = trainer.train_dataset
+    columns = [name for name in ("labels", "seq_lengths") if name in encoded.column_names]
+    sequences = encoded.filter(has_loss, input_columns=columns, load_from_cache_file=False)
     if not len(sequences):
         reason = f"which has no answer to learn from within {arguments.max_length:,} tokens"
         raise RequestError(f"dataset_name is {source!r}, {reason}. Add data, or raise max_length.")
     check_ids(max(max(ids) for ids in sequences["input_ids"]), model.config.vocab_size)
-    left_out = (len(prepared) if arguments.packing else len(chats)) - len(sequences)
+    left_out = (len(encoded) if arguments.packing else len(chats)) - len(sequences)
     if left_out:
         unit = "packed sequences" if arguments.packing else "rows"
         print_note(f"{left_out:,} {unit} are left out: no answer in the part that is kept")
@@ -197,9 +178,13 @@ class _ModelLossTrainer(SFTTrainer):
 
 
 class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
-    """TRL's trainer for models with memory, on chats that are checked."""
+    """TRL's trainer for models with memory, on chats that are checked.
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    Chat templates that write the date write `first_day`, as YYYY-MM-DD. Default: today.
+    """
+
+    def __init__(self, *args: Any, first_day: str | None = None, **kwargs: Any):
+        self._first_day = first_day
         super().__init__(*args, **kwargs)
         # TRL's constructor needs the tokenizer, but a Trainer that keeps it rewrites the special tokens in the model's config.
         self.processing_class = None
@@ -211,7 +196,7 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
         is_held_out = others[-1] != "train"
         template = self.chat_template or processing_class.chat_template
         if reads_clock(template) and not is_held_out:
-            day = args.first_day or first_day()
+            day = self._first_day or first_day()
             self.chat_template = with_day(template, day)
             print_note(
                 f"the chat template writes the date: the run's first day, {day} (00:00), also when it is resumed"
