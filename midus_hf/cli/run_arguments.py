@@ -24,6 +24,8 @@ from midus_hf.sources.names import saved_config
 from midus_hf.training.keys import ENOUGH_STEPS, NEW_RATE, short_run_rates, trains_new_parts
 
 _SHORT_NAMES = {"model": "model_name_or_path", "output": "output_dir"}
+# How a command's usage writes the key of its texts.
+_TEXTS = {"corpus": "TEXTS", "dataset_name": "CHATS"}
 
 # The rate of values in a run without a recipe, if the rate of the rest is given.
 _VALUE_RATE = short_run_rates(NEW_RATE)["value_learning_rate"]
@@ -34,10 +36,13 @@ _NOT_GIVEN = object()
 def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
     """Return the arguments of a run: a recipe with flags over it, or texts with keys for a short run."""
     command, data_key = arguments_class.command, arguments_class.data_key
+    texts = _TEXTS[data_key]
     first, flags = (words[0], words[1:]) if words and not words[0].startswith("-") else ("", words)
     is_recipe = first.endswith((".yaml", ".yml"))
     if first and (Path(first) / "config.json").is_file():
-        raise RequestError(f"{first!r} is a model; expected texts. Run 'midus {command} TEXTS --model {first}'.")
+        raise RequestError(
+            f"{first!r} is a model; expected {texts.lower()}. Run 'midus {command} {texts} --model {first}'."
+        )
     given = read_mapping(first) if is_recipe else {data_key: first} if first else {}
     keys = _with_flags(arguments_class, given, flags)
     if not is_recipe and first and keys[data_key] != first:
@@ -45,7 +50,7 @@ def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
             f"{data_key} is given twice, by {first!r} and by --{data_key}; expected it once. Leave one out."
         )
     if not is_recipe and "output_dir" not in keys:
-        usage = f"midus {command} TEXTS --model MODEL --output DIR"
+        usage = f"midus {command} {texts} --model MODEL --output DIR"
         raise RequestError(f"--output is missing; run '{usage}', or give a recipe, a .yaml file.")
     names = {word.partition("=")[0] for word in flags}
     if "--adapters" in names and "--trainable" not in names and given.get("trainable", "auto") != "auto":
@@ -75,7 +80,7 @@ def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[
             f"{told} Expected --KEY VALUE (KEY: VALUE in a recipe); see 'midus {arguments_class.command} --help'."
         )
     if unknown:
-        expected = "expected TEXTS or a recipe first, then --KEY VALUE"
+        expected = f"expected {_TEXTS[arguments_class.data_key]} or a recipe first, then --KEY VALUE"
         if not given and Path(unknown[0]).exists():
             words = [unknown[0], *(word for word in flags if word != unknown[0])]
             expected += f": 'midus {arguments_class.command} {shlex.join(words)}'"
@@ -130,7 +135,7 @@ class RunParser(HfArgumentParser):
         super().__init__(
             arguments_class,
             prog=f"midus {arguments_class.command}",
-            usage=f"midus {arguments_class.command} TEXTS|RECIPE [--KEY VALUE ...]",
+            usage=f"midus {arguments_class.command} {_TEXTS[arguments_class.data_key]}|RECIPE [--KEY VALUE ...]",
             description=description,
             epilog=epilog,
             formatter_class=_HelpFormatter,

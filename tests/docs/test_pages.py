@@ -27,6 +27,8 @@ FOUND = [ROOT.glob(pattern) for pattern in ("notebooks/*.ipynb", "configs/**/*.y
 NOTEBOOKS, RECIPES = (sorted(str(path.relative_to(ROOT)) for path in paths) for paths in FOUND)
 KEYS: dict[str, Any] = {"train": TrainArguments, "sft": SftArguments}
 COMMAND = re.compile(r"(?<![\w/.-])(?:midus|upscale) [^`\n]*")
+# What stands before a command of ours: a prompt, variables, and a launcher with its own options.
+BEFORE = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S* )*(?:(?:accelerate launch|torchrun) .*-m midus_hf (?=train|sft))?")
 
 
 @cache
@@ -44,11 +46,17 @@ def shell_of(page: str) -> str:
     return "".join(block.text for block in blocks_in(text_of(page), page) if block.language in ("sh", "console"))
 
 
+def command_in(line: str) -> str:
+    """Return the command of a line without what stands before it; of a launcher the command that it starts."""
+    before = BEFORE.match(line)[0]  # type: ignore[index]
+    return ("midus " if "-m midus_hf " in before else "") + line.removeprefix(before)
+
+
 def commands_in(page: str) -> list[str]:
     text = text_of(page)
     if page in RECIPES:
         return COMMAND.findall("\n".join(re.findall(r"^#(.*)$", text, flags=re.MULTILINE)))
-    lines = [line.removeprefix("$ ") for line in shell_of(page).splitlines()]
+    lines = [command_in(line) for line in shell_of(page).splitlines()]
     outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     inline = re.findall(r"`((?:midus|upscale) [^`]+)`", outside)
     shown = [line for line in (*lines, *inline) if re.match(r"(midus|upscale) ", line)]
@@ -102,9 +110,11 @@ def test_pages_and_recipes_show_what_exists():
     ("midus look usage MODEL --signed", "--signed"),
     ("midus train recipe.yaml --models DIR", "--models"),
     ("midus compare compare.yaml --set bases=DIR", "no key 'bases'"),
+    ("HF_TOKEN=... upscale --base BASE --methods packs", "--methods"),
+    ("A=1 torchrun --nproc-per-node 8 -m midus_hf train RECIPE.yaml --model MODEL --outputs DIR", "--outputs"),
 ])  # fmt: skip
 def test_mistakes_in_commands_are_noticed(line, mistake):
-    assert mistakes(line) == [mistake]
+    assert mistakes(command_in(line)) == [mistake]
 
 
 @pytest.mark.parametrize("page", [*pages(), *NOTEBOOKS])

@@ -144,6 +144,7 @@ SESSIONS = {
     }, models={"trained": "midus-hml", "trained-moda": "moda"},
         names=lambda: {**load("trained"), "documents": [document(20, 1)], "tokenizer": byte_tokenizer()}),
     "docs/documents.md": Session({
+        "--model BASE --output adapted": f"--model base --output adapted {SHORT}",
         "--num-new-layers 10": "--num-new-layers 2", "notes/": "texts", "--num_train_epochs 1\n": f"{SHORT}\n",
         '"Which command gives the base back?"': '"Which command gives the base back?" --plain --max-new-tokens 2'}),
     "docs/compare.md": Session({

@@ -242,6 +242,9 @@ COMMANDS = [
     (main, ["absent.yaml"], "config is 'absent.yaml', which cannot be read"),
     (main, ["notes", "--model=base", "--output=o", "--sequence_length=8"], "trainable is 'auto', .* is a base"),
     (sft, ["chats.jsonl", "--model=base", "--output=o", "--max_length=8"], "trainable is 'auto', .* is a base"),
+    (sft, ["chats.yaml", "max_steps=1", MODEL, CHATS], "'max_steps=1' is not a value of a key; expected CHATS"),
+    (sft, ["chats.jsonl"], "--output is missing; run 'midus sft CHATS"),
+    (sft, ["./model"], "'./model' is a model; expected chats. Run 'midus sft CHATS"),
     (sft, ["chats.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is not a key; did you mean --max_length"),
     (sft, ["chats.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns"),
     (sft, ["chats.yaml", MODEL, "--dataset_name=nothing.jsonl"], "dataset_name is 'nothing.jsonl', which is empty: it has no row"),
@@ -379,10 +382,13 @@ def test_numbers_within_mappings_are_numbers(kind, recipe):
         assert read.lr_scheduler_kwargs == {"min_lr": 1e-6, "num_cycles": 10}
 
 
-@pytest.mark.parametrize(("main", "kind", "recomputes"), [(sft, SftKeys, "true"), (main, TrainKeys, "false")])
-def test_help_describes_our_keys_once(main, kind, recomputes, capsys):
+@pytest.mark.parametrize(("main", "kind", "texts", "recomputes"), [
+    (sft, SftKeys, "CHATS", "true"), (main, TrainKeys, "TEXTS", "false"),
+])  # fmt: skip
+def test_help_describes_our_keys_once(main, kind, texts, recomputes, capsys):
     assert main(["texts", "--help"]) == 0
     shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: midus {kind.command} {texts}|RECIPE [--KEY VALUE ...]\n")
     entries = dict(re.findall(r"^  --(\w+) (.*(?:\n {10}.*)*)", shown, re.MULTILINE))
     fields = {field.name for field in dataclasses.fields(kind)}
     assert entries.keys() - {"no_assistant_only_loss"} == {*fields, "model", "output"}
