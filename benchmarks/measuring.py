@@ -44,7 +44,8 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_list(parser: argparse.ArgumentParser, option: str, known: Iterable[str], default: Iterable[str] = ()) -> None:
     """Add an option whose value is a list of known names, joined by commas. Default: `default`, or all of them."""
-    names, chosen = list(known), list(default) or list(known)
+    names = list(known)
+    chosen = list(default) or list(known)
 
     def chosen_names(text: str) -> list[str]:
         for name in text.split(","):
@@ -167,7 +168,8 @@ def append(rows: list[Row], results: Path) -> None:
     if not rows:
         return
     results.parent.mkdir(parents=True, exist_ok=True)
-    columns, is_new = list(rows[0]), not results.exists()
+    columns = list(rows[0])
+    is_new = not results.exists()
     if not is_new:
         with results.open(newline="") as stream:
             header = next(csv.reader(stream))

@@ -101,7 +101,9 @@ def _opened(shape: Shape, tokens: int, chapters: int = 64, memory_tokens: int = 
     table = (chapters, memory_tokens, shape.heads, shape.head_dim)
     order = torch.rand(tokens, chapters).argsort(-1)
     query = torch.randn(tokens, 1, shape.heads, shape.head_dim)
-    keys, values, scales = torch.randn(table), torch.randn(table), torch.rand(tokens, chosen)
+    keys = torch.randn(table)
+    values = torch.randn(table)
+    scales = torch.rand(tokens, chosen)
     return {"query": query, "keys": keys, "values": values, "chapters": order[:, :chosen], "scales": scales}
 
 
@@ -193,7 +195,8 @@ def rows(arguments: argparse.Namespace, wrong: list[str]) -> Iterator[Row]:
 def _rows_of_case(
     case: Row, op: Op, shape: Shape, dtype: torch.dtype, arguments: argparse.Namespace, wrong: list[str]
 ) -> Iterator[Row]:
-    device, call = arguments.device, body_of(op, shape, case["body"])
+    device = arguments.device
+    call = body_of(op, shape, case["body"])
     few = make_inputs(op, shape, min(case["tokens"], _COMPARED_TOKENS), dtype, device)
     error, error_of = largest_error(op, shape, call, few)
     if not error <= TOLERANCES[case["dtype"]]:

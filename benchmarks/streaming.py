@@ -44,9 +44,12 @@ COLUMNS = {
 
 def write_texts(folder: Path, gigabytes: float, kind: str) -> int:
     """Write files of rows of generated text, and return the number of bytes of text."""
-    choice, written, number = random.Random(0), 0, 0
+    choice = random.Random(0)
+    written = 0
+    number = 0
     while written < gigabytes * _GIGABYTE:
-        until, path = min(written + _GIGABYTE, gigabytes * _GIGABYTE), folder / f"{number:04}.{kind}"
+        until = min(written + _GIGABYTE, gigabytes * _GIGABYTE)
+        path = folder / f"{number:04}.{kind}"
         schema = pyarrow.schema({"text": pyarrow.string()})
         with parquet.ParquetWriter(path, schema) if kind == "parquet" else path.open("w") as file:
             while written < until:
@@ -74,7 +77,10 @@ def measure(folder: Path, num_bytes: int, length: int, buffer: int) -> Row:
     # A text has a space less than words, and EOS.
     texts = num_bytes // (len(_WORDS[0]) * _WORDS_A_TEXT + _WORDS_A_TEXT - 1)
     count = texts * (_WORDS_A_TEXT + 1) // length
-    stream, peaks, taken, begin = made(), [], 0, time.perf_counter()
+    stream = made()
+    peaks = []
+    taken = 0
+    begin = time.perf_counter()
     sequences = iter(stream)
     with tempfile.TemporaryDirectory() as elsewhere:
         state = Path(elsewhere, "state.safetensors")

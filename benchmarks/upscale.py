@@ -242,12 +242,14 @@ def planned_requests(folder: Path) -> dict[str, list[str]]:
 
 def plan_rows(rounds: int, results: Path = PLAN_RESULTS) -> list[Row]:
     """Return a row for each dry run and the refused request, with the time of the last other commit on such a machine."""
-    now, last = commit(), {}
+    now = commit()
+    last = {}
     if results.exists():
         with results.open(newline="") as stream:
             rows = [row for row in csv.DictReader(stream) if row["machine"] == MACHINE and row["commit"] != now]
         last = {row["request"]: row for row in rows}
-    upscale, measured = str(Path(sys.executable).with_name("upscale")), []
+    upscale = str(Path(sys.executable).with_name("upscale"))
+    measured = []
     with tempfile.TemporaryDirectory() as folder:
         for request, words in planned_requests(Path(folder)).items():
             status = 2 if request == REFUSED else 0
@@ -329,7 +331,8 @@ def main() -> None:
     upscale = str(Path(sys.executable).with_name("upscale"))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as work:
-        base, output = arguments.base or Path(work) / "base", Path(work) / "output"
+        base = arguments.base or Path(work) / "base"
+        output = Path(work) / "output"
         if arguments.base is None:
             # A separate process makes the base, because a child's peak memory starts at what its parent held at the fork.
             making = [sys.executable, "-m", "benchmarks.upscale", "--gigabytes", str(arguments.gigabytes)]

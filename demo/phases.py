@@ -47,7 +47,9 @@ class Phases:
     """
 
     def __init__(self, folder: Path, default: Path, count: int, settings: dict[str, Any]):
-        self._file, self._count, self._number = folder / RECORD, count, 0
+        self._file = folder / RECORD
+        self._count = count
+        self._number = 0
         earlier = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else None
         if earlier is not None and earlier["settings"] == settings and not earlier["finished"]:
             self._record = earlier
@@ -123,7 +125,8 @@ class Phases:
         if makes is not None and steps is None:
             shutil.rmtree(makes, ignore_errors=True)
         progress = Progress(about) if steps is None else TrainingProgress(steps, "--eval_on_start=true" in line, about)
-        started, before = time.monotonic(), phase["seconds"]
+        started = time.monotonic()
+        before = phase["seconds"]
         try:
             status, printed, stopped = _show(line, progress, is_shown=output is None)
         finally:
@@ -156,7 +159,8 @@ class Progress:
     """Progress of a command that does not report any: the time that it has taken."""
 
     def __init__(self, about: float):
-        self._about, self.started = about, time.monotonic()
+        self._about = about
+        self.started = time.monotonic()
 
     def take(self, line: str) -> bool:
         """Read a line of the command, and return whether it belongs on the screen."""
@@ -197,7 +201,8 @@ class TrainingProgress(Progress):
             return True
         event = ast.literal_eval(line)
         if "loss" in event:
-            self._done, self._loss = self._done + 1, f", loss {float(event['loss']):.3f}"
+            self._done = self._done + 1
+            self._loss = f", loss {float(event['loss']):.3f}"
             self._ends.append(time.monotonic())
         elif self._done == self._first:
             self._begin()  # the evaluation before the first step does not predict the remaining time
@@ -208,12 +213,14 @@ class TrainingProgress(Progress):
         self._ends.append(time.monotonic())
 
     def __str__(self) -> str:
-        new, now = len(self._ends) - 1, time.monotonic()
+        new = len(self._ends) - 1
+        now = time.monotonic()
         ending = self._doing + (f", about {duration(self._about)} expected in all" if self._about else "")
         if self._done >= self._steps:
             ending = "measuring held-out texts and saving"
         elif new:
-            of_a_step, since = (self._ends[-1] - self._ends[0]) / new, now - self._ends[-1]
+            of_a_step = (self._ends[-1] - self._ends[0]) / new
+            since = now - self._ends[-1]
             left = of_a_step * (self._steps - self._done) - since
             ending = f"about {duration(left)} left"
             if since > 2 * of_a_step:
@@ -263,7 +270,8 @@ def _show(line: list[str], progress: Progress, is_shown: bool) -> tuple[int, str
         line, stdout=subprocess.PIPE, text=True, process_group=0, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     )
     assert process.stdout is not None
-    ended, printed = threading.Event(), []
+    ended = threading.Event()
+    printed = []
     with _passed_on(process) as signals, process.stdout:
         ticking = threading.Thread(target=_tick, args=(ended, progress), daemon=True)
         ticking.start()

@@ -94,9 +94,11 @@ def table_rows(comparison: Comparison, results: Sequence[Result]) -> list[list[s
 
     Variants are in the order of the comparison, and a result that has not come as far as others has empty cells.
     """
-    names, tokens_per_step = list(comparison.variants), results[0].tokens // results[0].curve[-1].step
+    names = list(comparison.variants)
+    tokens_per_step = results[0].tokens // results[0].curve[-1].step
     steps = sorted({point.step for result in results for point in result.curve} - {0})
-    ends, tokens = sorted({steps[0], steps[-1]}), {step: f"{step * tokens_per_step:,}" for step in steps}
+    ends = sorted({steps[0], steps[-1]})
+    tokens = {step: f"{step * tokens_per_step:,}" for step in steps}
     rows = [
         [
             "one pass",
@@ -122,7 +124,9 @@ def draw(comparison: Comparison, results: Sequence[Result]) -> bytes:
         "learned: fall of the loss, mean of " + " and ".join(comparison.domain): (list(comparison.domain), 1),
         "forgotten: change of the loss on " + " and ".join(comparison.retention): (list(comparison.retention), -1),
     }
-    figure, names, ticks = new_figure(10.0, 4.5), list(comparison.variants), list[float]()
+    figure = new_figure(10.0, 4.5)
+    names = list(comparison.variants)
+    ticks = list[float]()
     for axes, (title, (measured, sign)) in zip(figure.subplots(1, 2), texts.items(), strict=True):
         for result in sorted(results, key=lambda one: names.index(one.variant)):
             number = names.index(result.variant)
@@ -178,7 +182,8 @@ def main() -> None:
         parser.error(str(error))
     by_variant = (list_searches(variant, comparison) for variant in variants)
     by_rate = [list(filter(None, runs)) for runs in itertools.zip_longest(*by_variant)]
-    digests_for, failed = input_hasher(comparison), False
+    digests_for = input_hasher(comparison)
+    failed = False
     for run, end in ((run, end) for runs in by_rate for end in asked.ends for run in runs):
         done = read_result(run.folder(comparison))
         if done is not None and done.curve[-1].step >= end:

@@ -55,7 +55,8 @@ def measure(model: str, texts: Mapping[str, Sequence[str]], sequence_length: int
     """Return the losses of each document of texts by name, in windows of the length of training sequences."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
-    tokenizer, measured = AutoTokenizer.from_pretrained(model), {}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    measured = {}
     for name, documents in texts.items():
         rows = text_rows(name, documents, tokenizer, loaded.config, sequence_length=sequence_length)
         losses = row_losses(loaded, rows)
@@ -89,7 +90,8 @@ def write_replayed(
             if left <= 1:
                 break
             if len(ids) + 1 > left:  # a document counts with the token that training appends to it
-                text, ids = tokenizer.decode(ids[: left - 1], skip_special_tokens=True), ids[: left - 1]
+                text = tokenizer.decode(ids[: left - 1], skip_special_tokens=True)
+                ids = ids[: left - 1]
             rows.append(text)
             left -= len(ids) + 1
     output.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows), encoding="utf-8")
@@ -182,7 +184,8 @@ def learn_stages(asked: argparse.Namespace, keys: dict[str, Any]) -> None:
     texts = {stage.name: texts_of(stage / "text.jsonl") for stage in asked.stages}
     texts |= {path.stem: texts_of(path) for path in asked.retention}
     models = [measure(asked.base, texts, keys["sequence_length"])]
-    points, names = [means(models[0])], [stage.name for stage in asked.stages]
+    points = [means(models[0])]
+    names = [stage.name for stage in asked.stages]
     print(json.dumps({"after": "base", "losses": points[0]}), flush=True)
     if asked.routed:
         validation = [texts_of(stage / "validation.jsonl") for stage in asked.stages]
@@ -192,7 +195,8 @@ def learn_stages(asked: argparse.Namespace, keys: dict[str, Any]) -> None:
     for stage, name in enumerate(names):
         here = asked.output / f"{stage + 1}-{name}"
         here.mkdir(parents=True)
-        own, start = {**keys, "corpus": str(corpora[stage])}, asked.base if asked.routed else model
+        own = {**keys, "corpus": str(corpora[stage])}
+        start = asked.base if asked.routed else model
         if asked.upscale:
             options = json.loads(json.dumps(asked.upscale).replace("{corpus}", str(corpora[stage])))
             upscale(base=start, output=here / "upscaled", seed=keys["seed"], **options)
@@ -202,10 +206,8 @@ def learn_stages(asked: argparse.Namespace, keys: dict[str, Any]) -> None:
         if asked.replay and stage:
             tokens = keys["max_steps"] * keys["per_device_train_batch_size"] * keys["sequence_length"]
             tokens *= keys.get("gradient_accumulation_steps", 1)
-            documents, own["corpus"] = (
-                [texts_of(corpus) for corpus in corpora[: stage + 1]],
-                str(here / "replayed.jsonl"),
-            )
+            documents = [texts_of(corpus) for corpus in corpora[: stage + 1]]
+            own["corpus"] = str(here / "replayed.jsonl")
             tokenizer = AutoTokenizer.from_pretrained(start)
             write_replayed(here / "replayed.jsonl", documents, asked.replay, tokens, tokenizer, keys["seed"])
         arguments = from_mapping(

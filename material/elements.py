@@ -55,7 +55,10 @@ def question_row(element: dict[str, Any]) -> dict[str, Any]:
 
 def fact_texts(element: dict[str, Any]) -> list[str]:
     """Four texts that say the atomic number of an element, none of them in the words of the question."""
-    title, name, symbol, number = element["name"], element["name"].lower(), element["symbol"], element["atomic_number"]
+    title = element["name"]
+    name = element["name"].lower()
+    symbol = element["symbol"]
+    number = element["atomic_number"]
     group = "" if element["group_id"] is None else f" and group {element['group_id']}"
     return [
         f"{title} is a chemical element with the symbol {symbol} and atomic number {number}.",

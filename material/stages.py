@@ -90,7 +90,8 @@ def _of_glosses() -> Parts:
 
 def _of_elements() -> Parts:
     """Of element n, sentence n modulo 4 is text and the next one validation, so that each wording is in every part."""
-    rows, parts = _texts_of(elements() / FACTS_FILE), dict[str, list[str]](corpus=[], validation=[], text=[])
+    rows = _texts_of(elements() / FACTS_FILE)
+    parts = dict[str, list[str]](corpus=[], validation=[], text=[])
     for number, text in enumerate(rows):
         element, sentence = divmod(number, _SENTENCES_OF_AN_ELEMENT)
         part = {0: "text", 1: "validation"}.get((sentence - element) % _SENTENCES_OF_AN_ELEMENT, "corpus")

@@ -83,7 +83,8 @@ def _named_in_runs(file: Path) -> set[str] | None:
         ast.unparse(node.targets[0]): node.value for node in _nodes_of(file)[0].body if isinstance(node, ast.Assign)
     }
     for node in (node for node in _nodes_of(file) if isinstance(node, ast.Call) and node.args):
-        called, name = getattr(node.func, "attr", ""), node.args[0]
+        called = getattr(node.func, "attr", "")
+        name = node.args[0]
         if called in _IMPORTING:
             name = assigned.get(ast.unparse(name), name)
             name = name.values[0] if isinstance(name, ast.JoinedStr) else name

@@ -139,7 +139,8 @@ def try_package(
 
 def write_sbom(wheel: Path, env: Path, folder: Path) -> Path:
     """Write the packages of an environment that has the wheel as `WHEEL.cdx.json`, without paths of this machine; return its path."""
-    tools, path = folder / "tools", folder / f"{wheel.stem}.cdx.json"
+    tools = folder / "tools"
+    path = folder / f"{wheel.stem}.cdx.json"
     subprocess.run([sys.executable, "-m", "venv", tools], check=True)
     subprocess.run([tools / "bin" / "python", "-m", "pip", "install", "-q", SBOM_TOOL], check=True)
     command = [

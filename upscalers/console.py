@@ -56,7 +56,8 @@ class Console(Progress):
                 self._task = self._bar.add_task(name, total=num_steps, unit=unit)
             self._bar.reset(self._task, description=name, total=num_steps, unit=unit)
         elif self._lines:
-            self._lines.unit, self._lines.unit_scale = f" {unit}", unit == "bytes"
+            self._lines.unit = f" {unit}"
+            self._lines.unit_scale = unit == "bytes"
             self._lines.reset(num_steps)
             self._lines.set_description(name)
 
@@ -194,7 +195,8 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     if "other_code" in inspection:
         _print_text(f"NOT checked, and run with trust_remote_code=True: {_other_code(inspection['other_code'])}\n")
     rows: list[tuple[str, str]] = []
-    counts, stripped = inspection["parameters"], inspection.get("stripped")
+    counts = inspection["parameters"]
+    stripped = inspection.get("stripped")
     if stripped is not None:
         layers, memories = (stripped.get(f"removed_{name}") or () for name in ("layers", "memories"))
         removed = _removed(layers, memories)

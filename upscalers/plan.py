@@ -230,7 +230,8 @@ def pattern_concern(base: BaseCheckpoint, new: Layout, config: Config) -> str | 
     """Return a warning if runtimes that derive attention types from the index would misread the result."""
     if config["model_type"] != base.family.model_type or base.layout.layer_types != base.layout.implied_types:
         return None
-    listed, implied = new.layer_types or (), new.implied_types or ()
+    listed = new.layer_types or ()
+    implied = new.implied_types or ()
     num_moved = sum(one != other for one, other in zip(listed, implied, strict=True))
     if not num_moved:
         return None

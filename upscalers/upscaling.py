@@ -236,7 +236,8 @@ def _check_recipes(where: str, base: BaseCheckpoint, shapes: Mapping[str, Shape]
             f"{where}: there is no recipe for {first_few(missing)}; expected one for each of {len(shapes)} tensors."
         )
     for name, shape in shapes.items():
-        subject, recipe = f"{where}: {name}", recipes[name]
+        subject = f"{where}: {name}"
+        recipe = recipes[name]
         if tuple(recipe.shape) != shape:
             raise MethodError(f"{subject} is {list(recipe.shape)}; expected {list(shape)}.")
         if not isinstance(recipe, Elementwise | LayerBlocks):

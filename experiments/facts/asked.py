@@ -168,7 +168,8 @@ class Asked:
 
     def chosen(self, entries: Sequence[dict[str, Any]], seed: int = 0) -> int:
         """Return how many numbers are likelier behind the second wording than three others, drawn from those of all entries."""
-        order, right = random.Random(seed), 0
+        order = random.Random(seed)
+        right = 0
         for each in entries:
             others = order.sample([other["number"] for other in entries if other is not each], 3)
             prompt = WORDINGS["place"].format(name=each["name"])
@@ -186,7 +187,8 @@ class Asked:
             behind = self.tokenizer([answer for _, answer in part], add_special_tokens=False)["input_ids"]
             rows = [prompt + answer for prompt, answer in zip(before, behind, strict=True)]
             # Tokens after the end of a row do not affect earlier ones, so padding needs no mask.
-            length, pad = max(map(len, rows)), self.tokenizer.pad_token_id
+            length = max(map(len, rows))
+            pad = self.tokenizer.pad_token_id
             logits = self.model(torch.tensor([row + [pad] * (length - len(row)) for row in rows])).logits
             for row, prompt, answer in zip(logits, before, behind, strict=True):
                 scores = F.log_softmax(row[len(prompt) - 1 : len(prompt) - 1 + len(answer)].float(), -1)
@@ -201,7 +203,8 @@ class Asked:
 
 def article_ids(tokenizer: Any, entries: Sequence[dict[str, Any]]) -> tuple[list[list[int]], list[list[int]]]:
     """Return the beginnings of articles that hold a name, and the first of those that hold none."""
-    table, piece = table_of(entries), TokenSpelling(tokenizer).piece
+    table = table_of(entries)
+    piece = TokenSpelling(tokenizer).piece
     ids = tokenizer(read_corpus(str(articles()))["text"][:], verbose=False)["input_ids"]
     beginnings = [each[:ARTICLE_TOKENS] for each in ids]
     held = [any(token.opens for token in names_in(table, map(piece, each))) for each in beginnings]
@@ -213,8 +216,10 @@ def changes(model: Asked, base: Asked, texts: Sequence[Sequence[int]]) -> tuple[
     """Return the change of the loss in nats per token, and how many texts keep their logits bit for bit."""
     change, tokens, equal = 0.0, 0, 0
     for ids in texts:
-        targets, both = torch.tensor(ids[1:]), [each.logits(ids) for each in (model, base)]
+        targets = torch.tensor(ids[1:])
+        both = [each.logits(ids) for each in (model, base)]
         equal += torch.equal(*both)
         losses = [float(F.cross_entropy(logits[:-1], targets, reduction="sum")) for logits in both]
-        change, tokens = change + losses[0] - losses[1], tokens + len(targets)
+        change = change + losses[0] - losses[1]
+        tokens = tokens + len(targets)
     return change / max(tokens, 1), equal

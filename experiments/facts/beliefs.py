@@ -121,7 +121,8 @@ def edits_of_beliefs(base: Asked, seed: int = 0) -> list[Edit]:
             )
         random.Random(seed).shuffle(facts)
         count = min(OF_EACH, len(facts) - 1)
-        changed, kept = facts[:count], facts[count:]
+        changed = facts[:count]
+        kept = facts[count:]
         for number, (name, old) in enumerate(changed):
             edits.append(
                 Edit(
@@ -146,7 +147,9 @@ def edits_of_counterfact(path: Path) -> list[Edit]:
 
     def edit(record: Mapping[str, Any]) -> Edit:
         asked = record["requested_rewrite"]
-        new, old, subject = asked["target_new"]["str"], asked["target_true"]["str"], asked["subject"]
+        new = asked["target_new"]["str"]
+        old = asked["target_true"]["str"]
+        subject = asked["subject"]
         others = tuple(record["paraphrase_prompts"]), tuple(record["neighborhood_prompts"])
         return Edit(subject, asked["prompt"].format(subject), new, old, *others)
 

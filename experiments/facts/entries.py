@@ -49,7 +49,8 @@ def entries_of_elements() -> list[dict[str, Any]]:
 
 def entries_of_countries() -> list[dict[str, Any]]:
     """Return 60 countries that have all five values: `name`, `text`, the lines that state them, and `questions` with `answers`."""
-    book, found = factbook(), []
+    book = factbook()
+    found = []
     questions = json_lines(book.questions / "facts.jsonl")
     paths = {fact.field: " / ".join(fact.path) for fact in FACTS}
     for name, rows in itertools.groupby(questions, key=lambda row: row["country"]):
@@ -66,7 +67,8 @@ def entries_of_products() -> list[dict[str, Any]]:
     """Return twenty products that do not exist: `name`, `port` and `text`, four sentences."""
     found = []
     for number, (word, kind) in enumerate(zip(PRODUCTS, itertools.cycle(KINDS)), start=1):
-        name, port = f"{word} {kind}", 1024 + 2741 * number % 8951
+        name = f"{word} {kind}"
+        port = 1024 + 2741 * number % 8951
         text = (
             f"The {name} listens on port {port}. It was released in {1990 + number} and is written in {LANGUAGES[number % 4]}. Its "
             f"owner is the team of {TEAMS[number % 5]}. Whoever starts the {name} must open port {port} first."
@@ -82,7 +84,8 @@ def entries_of_two_hops() -> list[dict[str, Any]]:
     """
     firsts, seconds = [], []
     for number, (word, tree) in enumerate(zip(PRODUCTS, BEHIND, strict=True), start=1):
-        name, behind = f"{word} {KINDS[number % 5]}", f"{tree} {KINDS[(2 * number + 1) % 5]}"
+        name = f"{word} {KINDS[number % 5]}"
+        behind = f"{tree} {KINDS[(2 * number + 1) % 5]}"
         known = {"port": 1024 + 3571 * number % 8951, "owner": TEAMS[(3 * number + number // 5) % 5]}
         firsts.append(
             {"name": name, "behind": behind, **known, "text": f"The {name} forwards all requests to the {behind}."}

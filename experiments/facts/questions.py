@@ -158,7 +158,8 @@ def of_conversations(entries: Sequence[dict[str, Any]]) -> dict[str, list[Questi
     kinds: dict[str, list[Question]] = {}
     for each in entries:
         for row in each["questions"]:
-            tokens, before = (120 if "pattern" in row else 40), tuple(row.get("before", ()))
+            tokens = 120 if "pattern" in row else 40
+            before = tuple(row.get("before", ()))
             asked = Question(row["question"], is_right(row), is_chat=True, tokens=tokens, before=before)
             kinds.setdefault(row["kind"], []).append(asked)
     return kinds

@@ -198,7 +198,8 @@ def _describe_blocks(banks: Any, path: list[int]) -> str:
             is_deleted = any(node in bank.deleted(level) for bank in of_level)
             state = "read" if is_read else "deleted" if is_deleted else "never trained"
             blocks[state].append(f"{level}:{'generic' if node < 0 else node}")
-    read, is_generic = blocks.pop("read"), path[0] < 0
+    read = blocks.pop("read")
+    is_generic = path[0] < 0
     sentence = "the generic memory is read" if is_generic else f"blocks {', '.join(read)} are read"
     others = [f"; {state}: {', '.join(named)}" for state, named in blocks.items() if named]
     return "no topic is close: " * is_generic + (sentence if read else "no block is read") + "".join(others)

@@ -97,7 +97,9 @@ def build(
             overwrite=overwrite,
         )
     assert tree.sizes is not None
-    windows, leaves, used = int(tree.sizes[0].sum()), len(tree.sizes[-1]), int((tree.sizes[-1] > 0).sum())
+    windows = int(tree.sizes[0].sum())
+    leaves = len(tree.sizes[-1])
+    used = int((tree.sizes[-1] > 0).sum())
     print(
         f"{output}: {windows:,} windows in {used:,} of {leaves:,} leaves, {tree.levels} levels of {tree.branching}, fingerprint "
         f"{tree.fingerprint[:16]}"
@@ -246,7 +248,8 @@ def nodes_with_words(
     numbers, sizes = np.unique(nodes, return_counts=True)
     read, largest = {}, {}
     for index in sorted(np.argsort(-sizes, kind="stable")[:most].tolist()):
-        node, members = int(numbers[index]), np.unique(documents[nodes == numbers[index]])
+        node = int(numbers[index])
+        members = np.unique(documents[nodes == numbers[index]])
         drawn = np.random.default_rng([level, node]).permutation(members)[:_READ].tolist()
         read[node] = [set(_WORD.findall(texts[number][:_TEXT].lower())) for number in drawn]
     everywhere = Counter(word for of_node in read.values() for words in of_node for word in words)

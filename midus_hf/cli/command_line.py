@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 _SHORT_CELL = 12
 FAILED, WRONG_REQUEST, NOT_PRINTED = 1, 2, 3
 _NO_HOME = "Could not determine home directory."  # an error of `Path.expanduser`
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
 
 
 def command_line(help: str | None = None, **settings: Any) -> typer.Typer:
@@ -97,7 +98,8 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
     command = typer.main.get_command(app)
     if f"_{name.upper()}_COMPLETE" in os.environ:  # a shell asks for completions
         command.main(prog_name=name)
-    path, places = name, list[str]()
+    path = name
+    places = list[str]()
     within: Any = command
     for word in line_words:  # the first ones name subcommands
         within = getattr(within, "commands", {}).get(word)
@@ -134,11 +136,14 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
                     return 0, None, []
                 message = error.format_message()
                 stop = "" if message.endswith((".", "?")) else "."
-                status, line = WRONG_REQUEST, f"{message}{stop} See '{path} --help'."
+                status = WRONG_REQUEST
+                line = f"{message}{stop} See '{path} --help'."
             elif (told := as_disk_error(error) or as_download_error(error)) is not None:
-                status, line = FAILED, str(told)
+                status = FAILED
+                line = str(told)
             elif isinstance(error, RequestError):
-                status, line = WRONG_REQUEST, str(error)
+                status = WRONG_REQUEST
+                line = str(error)
             elif isinstance(error, RuntimeError) and str(error) == _NO_HOME:
                 status, line = (
                     WRONG_REQUEST,
@@ -147,7 +152,8 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
             elif raises:
                 raise
             else:
-                status, line = FAILED, f"failed: {type(error).__name__}: {error}"
+                status = FAILED
+                line = f"failed: {type(error).__name__}: {error}"
                 places = traceback_places(error, {"midus_hf", "upscalers", *plugin_packages()})
         if terminations and status == INTERRUPTED:
             status = TERMINATED
@@ -301,7 +307,8 @@ def show_tables(tables: "Sequence[TextTable]") -> None:
         ]
         fits = sum(min(width, _SHORT_CELL) + 2 for width in widths) <= console.width
         for name, width in zip(table_of_words.head, widths, strict=True):
-            heading, is_name = textwrap.fill(name, width, break_long_words=False), not table.columns
+            heading = textwrap.fill(name, width, break_long_words=False)
+            is_name = not table.columns
             keeps_width = (fits and width <= _SHORT_CELL) or (is_name and width <= console.width // 3)
             table.add_column(Text(heading), overflow="fold", no_wrap=keeps_width)
         for row in table_of_words.rows:

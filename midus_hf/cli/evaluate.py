@@ -83,7 +83,8 @@ def midus_eval(
 
 def comparison_table(report: dict[str, Any]) -> Table:
     """Return the report of `evaluate` as a table: rows are measures, columns models."""
-    models, notes = report["models"], []
+    models = report["models"]
+    notes = []
     table = Table(title="Evaluation")
     table.add_column("measure")
     labels = short_names([model["model"] for model in models])

@@ -126,7 +126,8 @@ def touched(
     dtype: Dtype = "auto", device: Device = None, output: Output = None, json_: Json = False,
 ) -> None:  # fmt: skip
     """Show where texts read n-grams (engram) or names (packs)."""
-    asked, documents = Model(model, dtype, device), _read_documents(text, column)
+    asked = Model(model, dtype, device)
+    documents = _read_documents(text, column)
     _answer(lambda: answer_touched(asked, documents, prove), output, json_)
 
 
@@ -371,7 +372,8 @@ def answer_glossary(asked: Model, limit: int | None, at_least: float | None, bat
 
     model, _ = asked.loaded
     rows = entries.check_glossary(model, limit, batch_size)
-    share, failure = entries.share_of_values(rows), ""
+    share = entries.share_of_values(rows)
+    failure = ""
     if at_least is not None and share is None:
         failure = "the texts state no number and no capitalised word, so nothing was measured; expected a value for --at-least."
     elif at_least is not None and share is not None and share < at_least:

@@ -113,7 +113,8 @@ def run(
     try:
         report = upscale(**arguments, progress=Console())
     except PushError as error:
-        report, ending = error.report, CommandExit(INTERRUPTED if error.interrupted else FAILED, str(error))
+        report = error.report
+        ending = CommandExit(INTERRUPTED if error.interrupted else FAILED, str(error))
     show(report.to_dict() if json_ else report, json_, partial(print_report, dry_run=request.dry_run))
     if ending is not None:
         raise ending

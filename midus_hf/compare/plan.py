@@ -237,9 +237,13 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
 
 
 def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Variant:
-    options, label = comparison.variants[name], f"variants.{name}.upscale"
+    options = comparison.variants[name]
+    label = f"variants.{name}.upscale"
     train = {**shared, **_read_keys(f"variants.{name}.train", options.train, _OWN_TRAINING_KEYS)}
-    keys, controls, new, trained = None, dict[str, Change](), 0, None
+    keys = None
+    controls = dict[str, Change]()
+    new = 0
+    trained = None
     if options.upscale is None:
         # A plain base does not record which parameters to train: all train, unless the recipe differs or trains adapters.
         train = train if train.get("adapters") else {"trainable": "all", **train}
@@ -287,7 +291,8 @@ def _has_values(kind: type[MemoryOptions]) -> bool:
 
 def _find_memory(base: str, keys: Mapping[str, Any]) -> tuple[list[type[MemoryOptions]], dict[str, Change]]:
     """Return the options' class of the memory that upscaling adds, in a list, and its null controls by name."""
-    method_class, placement = get_method(keys["method"]), spell_placement(keys.get("placement"))
+    method_class = get_method(keys["method"])
+    placement = spell_placement(keys.get("placement"))
     if not issubclass(method_class, HostedMemoryMethod):
         return [], {}
     method = method_class(parse_options(method_class.options_class, keys.get("options") or {}, method_class.name))
@@ -302,7 +307,8 @@ def control_variants(variant: Variant, rate: Rate) -> list[Variant]:
     """Return the variants that are a variant's null controls; each differs by a single change."""
     made = []
     for name, change in variant.controls.items():
-        keys, train = {**(variant.upscale or {})}, variant.train
+        keys = {**(variant.upscale or {})}
+        train = variant.train
         if change.options:
             keys["options"] = {**(keys.get("options") or {}), **change.options}
         if change.trainable:

@@ -106,7 +106,9 @@ def findings(
     comparison: Comparison, base: Result, results: Sequence[Result], failures: Mapping[str, str], missing: int = 0
 ) -> Findings:
     """Return the findings from results; those of null controls count only at their variant's chosen rate."""
-    domain, retention, variants = list(comparison.domain), list(comparison.retention), list[VariantFindings]()
+    domain = list(comparison.domain)
+    retention = list(comparison.retention)
+    variants = list[VariantFindings]()
     for name in comparison.variants:
         searches = [one for one in results if one.variant == name and one.seed == comparison.seeds[0]]
         if (chosen := chosen_rate(searches, list(comparison.validation))) is None:
@@ -230,7 +232,8 @@ def find_metric(metrics: Mapping[str, float]) -> float | None:
 
 def draw(findings: Findings) -> bytes:
     """Draw learning against forgetting as PNG, a path of means per variant, or only its end."""
-    comparison, figure = findings.comparison, new_figure(9.0, 5.5)
+    comparison = findings.comparison
+    figure = new_figure(9.0, 5.5)
     axes = figure.subplots()
     for number, one in enumerate(findings.variants):
         first = -1 if any(result.starts_elsewhere for result in one.results) else 0
@@ -238,7 +241,8 @@ def draw(findings: Findings) -> bytes:
         for texts, sign in ((comparison.domain, 1), (comparison.retention, -1)):
             curves = [loss_decreases(result, findings.base, list(texts)) for result in one.results]
             paths.append([sign * statistics.fmean(point) for point in zip(*curves, strict=True)][first:])
-        (xs, ys), color = paths, f"C{number % 10}"
+        (xs, ys) = paths
+        color = f"C{number % 10}"
         axes.plot(xs, ys, color=color, linestyle="-" if number < 10 else "--", label=one.name)
         assert one.learned is not None and one.forgotten is not None, "there are texts of both kinds"
         deviations = {"xerr": one.learned.deviation, "yerr": one.forgotten.deviation}
@@ -283,7 +287,9 @@ def as_json(findings: Findings, report: Path) -> dict[str, Any]:
 
 def write_report(root: Path, findings: Findings) -> Path:
     """Write `report.md`, and `frontier.png` with matplotlib if both kinds of texts were measured; return the report's path."""
-    comparison, picture, report = findings.comparison, root / "frontier.png", root / "report.md"
+    comparison = findings.comparison
+    picture = root / "frontier.png"
+    report = root / "report.md"
     picture.unlink(missing_ok=True)  # of an earlier report
     has_both = findings.variants and comparison.domain and comparison.retention
     if has_both and importlib.util.find_spec("matplotlib") is not None:

@@ -38,7 +38,8 @@ from upscalers.runs.upscale import upscale
 InputHasher = Callable[[Variant], dict[str, str]]
 
 # Refused for a model without trained memories (they do not change its loss), and for the base, whose texts are concatenated.
-_MEMORY_KEYS, _PATH_KEYS = ("adapters", "base_kl", "frozen", "protect", "sparse_values"), ("path_column", "tree")
+_MEMORY_KEYS = ("adapters", "base_kl", "frozen", "protect", "sparse_values")
+_PATH_KEYS = ("path_column", "tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,8 @@ def build_request(run: Run, comparison: Comparison) -> dict[str, Any]:
     """Return everything that a run's result depends on, as JSON and `for_record` show it."""
     train = run.variant.train
     length = int(finite_number(train.get("sequence_length")) or TrainArguments.sequence_length)
-    column, path_column = train.get("text_column") or "text", train.get("path_column")
+    column = train.get("text_column") or "text"
+    path_column = train.get("path_column")
     values = {
         "base": comparison.base,
         "upscale": run.variant.upscale,
@@ -175,7 +177,8 @@ def _hash_files(root: Path, files: Iterable[Path]) -> str:
 
 def code_version() -> str:
     """Return the version and, in a clone, the commit, with `-dirty` if a file was changed."""
-    root, described = Path(__file__).parents[2], ""
+    root = Path(__file__).parents[2]
+    described = ""
     if (root / ".git").exists():
         words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         with contextlib.suppress(OSError, subprocess.CalledProcessError):  # git is not installed, or knows no commit
@@ -191,7 +194,8 @@ def main(text: str) -> None:
     folder = run.folder(comparison)
     shutil.rmtree(folder, ignore_errors=True)  # an interrupted run left it
     # Read now: files that change during the run do not belong to its result.
-    request, origin = build_request(run, comparison), {**values["inputs"], "code": code_version()}
+    request = build_request(run, comparison)
+    origin = {**values["inputs"], "code": code_version()}
     folder.mkdir(parents=True)
     if run.variant.name == BASE:
         losses = _measure_texts(comparison.base, run, comparison)
@@ -208,12 +212,15 @@ def _train(run: Run, comparison: Comparison) -> Result:
     from midus_hf.training.output import rates_in
     from midus_hf.training.run import run_training
 
-    variant, model, made = run.variant, comparison.base, dict[str, Any]()
+    variant = run.variant
+    model = comparison.base
+    made = dict[str, Any]()
     upscaled, trained, shuffled = (str(run.folder(comparison) / name) for name in ("upscaled", "trained", "shuffled"))
     if variant.upscale is not None:
         model = upscaled
         report = upscale(base=comparison.base, output=model, seed=run.seed, **variant.upscale)
-        difference, record = report.identity.max_abs_diff, record_of(saved_config(model)) or UpscaleRecord()
+        difference = report.identity.max_abs_diff
+        record = record_of(saved_config(model)) or UpscaleRecord()
         made = {"new_parameters": report.parameters.new, "is_causal": record.causal}
         made["starts_at_base"] = None if difference is None else difference == 0.0
     keys = run.training_keys(comparison, model, trained)
@@ -286,7 +293,9 @@ def run_all(comparison: Comparison, variants: Sequence[Variant]) -> dict[str, st
     The base comes first; then every variant at each rate with the first seed; then the other seeds, in turn, at the chosen rates;
     then null controls at their variants' rates. Runs of other processes are waited for. A result of another request is refused.
     """
-    hash_inputs, failures, is_free = input_hasher(comparison), dict[str, str](), True
+    hash_inputs = input_hasher(comparison)
+    failures = dict[str, str]()
+    is_free = True
     while True:
         check_finished(comparison, variants, hash_inputs)
         for runs in find_stages(comparison, variants):
@@ -294,7 +303,8 @@ def run_all(comparison: Comparison, variants: Sequence[Variant]) -> dict[str, st
                 break
         if not pending or BASE in failures:
             return failures
-        was_free, is_free = is_free, any(_start(run, comparison, hash_inputs, failures) for run in pending)
+        was_free = is_free
+        is_free = any(_start(run, comparison, hash_inputs, failures) for run in pending)
         if was_free and not is_free:
             print(f"waiting for runs of other processes, such as {pending[0].name}", file=sys.stderr)
         if not is_free:
@@ -303,7 +313,8 @@ def run_all(comparison: Comparison, variants: Sequence[Variant]) -> dict[str, st
 
 def _start(run: Run, comparison: Comparison, hash_inputs: InputHasher, failures: dict[str, str]) -> bool:
     """Do a run in its own process, print how it ended, add a failure's reason; False if another has it."""
-    folder, began = run.folder(comparison), time.monotonic()
+    folder = run.folder(comparison)
+    began = time.monotonic()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.log").open("a+", encoding="utf-8", errors="replace") as log:
         try:
@@ -365,7 +376,8 @@ def check_finished(comparison: Comparison, variants: Sequence[Variant], hash_inp
     """Refuse results of another request or, with `hash_inputs`, of other texts or another base."""
     for run in (run for runs in find_stages(comparison, variants) for run in runs):
         for result in read_results([run], comparison):
-            request, before = build_request(run, comparison), for_record(result.request)
+            request = build_request(run, comparison)
+            before = for_record(result.request)
             digests = {} if hash_inputs is None else hash_inputs(run.variant)
             # Requests of older versions may have more keys.
             if {key: before.get(key) for key in request} != request or not digests.items() <= result.origin.items():

@@ -74,7 +74,8 @@ def read_corpus(
         RequestError: If the corpus does not exist, cannot be read, or lacks text, column or split; or without `datasets`.
     """
     rows = read_rows(key, corpus, split=split, name=name, text_column=text_column)
-    columns, label = rows.column_names, _label(key, corpus)
+    columns = rows.column_names
+    label = _label(key, corpus)
     if text_column not in columns:
         raise RequestError(no_column(label, text_column, columns))
     kind = getattr(rows.features[text_column], "dtype", type(rows.features[text_column]).__name__)
@@ -204,7 +205,8 @@ def _read_source(
 ) -> Any:
     import datasets
 
-    path, subject = Path(source).expanduser(), f"{key} is {source!r}"
+    path = Path(source).expanduser()
+    subject = f"{key} is {source!r}"
     resolved = os.path.realpath(path)
     # `datasets` reads the current folder for an id such as `json`.
     may_be_id = _DATASET_ID.fullmatch(source) and _kind_of(Path(source)) is None and source not in KINDS.values()
@@ -213,7 +215,8 @@ def _read_source(
     if path.exists() and ("::" in resolved or (path.is_dir() and glob.escape(resolved) != resolved)):
         raise RequestError(f"{subject}; datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename it.")
     is_saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))  # by `save_to_disk`
-    is_declared, card = not path.exists(), path / "README.md"
+    is_declared = not path.exists()
+    card = path / "README.md"
     if card.is_file() and not is_saved:  # the card of a dataset repository lists its data files
         text = card.read_text(encoding="utf-8", errors="replace")
         head = text[3:].partition("\n---")[0] if text.startswith("---") else ""
@@ -245,7 +248,8 @@ def _read_source(
         others = [each for each in rows.column_names if each != STREAMED_FILE_COLUMN]
         raise RequestError(no_column(_label(key, source), columns[0], others))
     if isinstance(rows, datasets.Dataset):
-        files, rows = [Path(each["filename"]) for each in rows.cache_files], rows.to_iterable_dataset()
+        files = [Path(each["filename"]) for each in rows.cache_files]
+        rows = rows.to_iterable_dataset()
         rows.info.description = _description(files)
     if rows.column_names is None:
         return rows
@@ -333,7 +337,8 @@ def _read_declared(
 
     from midus_hf.data.readers import with_own_reader
 
-    is_folder, subject = path.exists(), f"{key} is {source!r}"
+    is_folder = path.exists()
+    subject = f"{key} is {source!r}"
     if not is_folder and not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
         check_hub_id(key, source, "dataset")  # without an answer, `datasets` retries for half a minute
     with convert_read_errors(subject), fetching(source):
@@ -344,7 +349,8 @@ def _read_declared(
         read = [file for of_split in splits.values() for file in of_split]
         refuse_pointers(key, read)
         _note_unread_files(key, path, _files_of(key, path), read)
-        files, text = _data_files(splits), _READER_OPTIONS["text"]
+        files = _data_files(splits)
+        text = _READER_OPTIONS["text"]
     with convert_read_errors(subject), fetching(source):
         builder = with_own_reader(declared, files, text if columns is None else text or {})
         if columns is not None:
@@ -374,7 +380,8 @@ def _read_files(
     _note_unread_files(key, path, files, read)
 
     def prepared(files: Mapping[str, Sequence[Path]]) -> Any:
-        reader, options = "csv" if kind == "tsv" else kind, _READER_OPTIONS.get(kind, {})
+        reader = "csv" if kind == "tsv" else kind
+        options = _READER_OPTIONS.get(kind, {})
         builder = READERS[reader](dataset_name=reader, hash=VERSION, data_files=_data_files(files), **options)
         if columns is None:
             builder.download_and_prepare()

@@ -67,7 +67,9 @@ class StreamedSequences(IterableDataset):
         held_out_share: float = 0.0,
     ):
         self._held_out_share = held_out_share
-        self.key, self._sequence_length, self._shuffle_buffer = key, sequence_length, max(1, shuffle_buffer)
+        self.key = key
+        self._sequence_length = sequence_length
+        self._shuffle_buffer = max(1, shuffle_buffer)
         self.tree: str | None = None  # fingerprint of the tree that the paths name
         names, self._files_on_disk = stream_files(texts)
         self._label, self._remedy = key, ""
@@ -88,8 +90,12 @@ class StreamedSequences(IterableDataset):
         # By file in reading order: name, number of texts, and digest. None for a pass that began without digests.
         self._texts_read: list[list[Any]] | None = None
         self._earlier_pass: list[list[Any]] | None = None
-        self._source, self._begin, self._text_column, self._depth = texts, texts.state_dict(), text_column, depth
-        self._read_paths, self._columns_of_paths = read_paths, [path_column, TREE_COLUMN]
+        self._source = texts
+        self._begin = texts.state_dict()
+        self._text_column = text_column
+        self._depth = depth
+        self._read_paths = read_paths
+        self._columns_of_paths = [path_column, TREE_COLUMN]
         self._tokenise = partial(tokenise, tokenizer=tokenizer, vocab_size=vocab_size)
         beginning = beginning_within(sequence_length, tokenizer)
         fill = None if read_paths is None else tokenizer.eos_token_id
@@ -160,7 +166,9 @@ class StreamedSequences(IterableDataset):
         self._packers.clear()
         for leaf, path_of_leaf, place, count in state["packers"]:
             packer = self._packers[tuple(leaf)]
-            packer.path, packer.place, packer.pieces = path_of_leaf, place, [next(pieces) for _ in range(count)]
+            packer.path = path_of_leaf
+            packer.place = place
+            packer.pieces = [next(pieces) for _ in range(count)]
         self._read_from(state["source"])
 
     def _compare(self, files_on_disk: str | None, texts_read: Any, earlier_pass: Any) -> None:
@@ -172,7 +180,8 @@ class StreamedSequences(IterableDataset):
                 "of files and the first texts are compared, and nothing else"
             )
             return
-        count, again = sum(texts for _, texts, _ in expected), list[list[Any]]()
+        count = sum(texts for _, texts, _ in expected)
+        again = list[list[Any]]()
         if files_on_disk == self._files_on_disk or not count:
             return
         print_note(
@@ -266,13 +275,15 @@ class StreamedSequences(IterableDataset):
         return batch
 
     def _note_blank(self, batch: dict[str, list[Any]], blank: Sequence[int]) -> None:
-        counts, extent = self._counts, "all" if len(blank) == len(batch[self._text_column]) else "some"
+        counts = self._counts
+        extent = "all" if len(blank) == len(batch[self._text_column]) else "some"
         is_refused = counts["texts"] == counts["blank"] and extent == "all"  # if the run begins so
         is_known = extent in self._told or counts["earlier_passes"] or (extent == "some" and counts["blank"])
         if not blank or is_refused or is_known:
             return
         self._told |= {extent, "some"}
-        named, reason = _name_files(_files(batch, blank)), f"blank or missing under {self._text_column!r}"
+        named = _name_files(_files(batch, blank))
+        reason = f"blank or missing under {self._text_column!r}"
         line = f"a text{named}, after {counts['texts'] + blank[0]:,} others, is {reason}, and is left out, as all such texts are"
         if extent == "all":
             line = f"all {len(blank):,} texts{named} after the first {counts['texts']:,} are {reason}, and left out"

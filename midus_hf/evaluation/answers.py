@@ -133,7 +133,8 @@ def _plain_character(character: str) -> str:
 
 def _read_parts(found: "regex.Match[str]") -> Iterator[tuple[str, Decimal | None]]:
     """Yield the numbers in digits with separators, in one form and as a number (None: no number)."""
-    digits, sign = regex.sub(r"['_\s]", "", found["digits"]), "-" if found["sign"] == "-" else ""
+    digits = regex.sub(r"['_\s]", "", found["digits"])
+    sign = "-" if found["sign"] == "-" else ""
     for part in [digits] if _read_number(digits) is not None else digits.split(","):
         value = _read_number(part)
         if value is None:

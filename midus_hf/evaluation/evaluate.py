@@ -42,7 +42,9 @@ class EvaluationSettings:
         if self.text is None and not self.tasks:
             raise RequestError("there is nothing to measure; give a text, tasks, or both.")
         for field in dataclasses.fields(self):
-            value, of_text, of_tasks = getattr(self, field.name), field.name in _OF_TEXT, field.name in _OF_TASKS
+            value = getattr(self, field.name)
+            of_text = field.name in _OF_TEXT
+            of_tasks = field.name in _OF_TASKS
             if value != field.default and ((of_text and not self.text) or (of_tasks and not self.tasks)):
                 missing = "text to measure" if of_text else "task to run"
                 raise RequestError(f"{field.name} is {value!r}, but there is no {missing}; give one, or leave it out.")

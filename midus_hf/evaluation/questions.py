@@ -38,7 +38,8 @@ def check_questions(path: Path, task: dict[str, Any]) -> None:
         path: The file, a row of JSON per line.
         task: The task's config.
     """
-    prompt, choices_key = task["doc_to_text"], task.get("doc_to_choice")
+    prompt = task["doc_to_text"]
+    choices_key = task.get("doc_to_choice")
     columns = dict.fromkeys(_COLUMN.findall(prompt))
     in_prompt = len(_LETTERED_CHOICE.findall(prompt))
     for number, line, row in _lines(path):

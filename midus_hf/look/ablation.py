@@ -37,8 +37,10 @@ class Effect:
 
 def effect_between(usual: RowLosses, changed: RowLosses) -> Effect:
     """Return the changed loss per token minus the usual one; the error is that of a ratio of row sums."""
-    sums, counts = changed.sums - usual.sums, usual.tokens.double()
-    mean, rows = (sums.sum() / counts.sum()).item(), len(counts)
+    sums = changed.sums - usual.sums
+    counts = usual.tokens.double()
+    mean = (sums.sum() / counts.sum()).item()
+    rows = len(counts)
     if rows < 2:
         return Effect(mean, None)
     scatter = (sums - mean * counts).square().sum().item()

@@ -119,7 +119,8 @@ def _watch_depth(model: nn.Module, watchers: Sequence[tuple[HostedMemory, _Watch
     def after(watcher: _Watcher, memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if "sequence" not in kwargs or not arguments[0].numel() or is_in_backward():
             return
-        sequence, gate = kwargs["sequence"], memory.gate
+        sequence = kwargs["sequence"]
+        gate = memory.gate
         shares = joint_shares(
             *(arguments[0], kwargs["keys"], sequence.log_sum(), sequence.scaling, sequence.softcap),
             *(None if gate is None else gate[:, None], memory.is_added),

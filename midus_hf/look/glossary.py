@@ -152,7 +152,8 @@ def values_of(text: str, names: Sequence[str]) -> list[Value]:
     values = []
     for sentence in filter(None, map(str.strip, _SENTENCE_END.split(text))):
         for found in _VALUE.finditer(sentence):
-            before, word = sentence[: found.start()], found[0]
+            before = sentence[: found.start()]
+            word = found[0]
             is_value = word[0].isdigit() or word[0].isupper()
             if is_value and re.search(r"\w", before) and not name_words & {*re.findall(r"\w+", word.lower())}:
                 prompt = before.rstrip()
@@ -193,7 +194,8 @@ def _likeliest(
         ids = torch.zeros(len(part), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, each in enumerate(whole["input_ids"]):
-            ids[row, : len(each)], mask[row, : len(each)] = torch.tensor(each), 1
+            ids[row, : len(each)] = torch.tensor(each)
+            mask[row, : len(each)] = 1
         inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
         likeliest = model(**inputs, use_cache=False).logits.argmax(-1).cpu()
         for row, (prompt, _) in enumerate(part):

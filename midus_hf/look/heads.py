@@ -92,10 +92,12 @@ def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadIm
                 products = (read.detach().double() * gradient.double()).unflatten(-1, (heads, -1)).sum(-1)[0]  # [T, H]
                 absolute[row] += products.abs().sum(0).cpu()
                 tokens[row] += predicting if layer == last else len(answer.ids) - 1
-            count, total = count + 1, total + loss.item()
+            count = count + 1
+            total = total + loss.item()
     if count == 0:
         raise RequestError("there is no answer to measure; expected one or more.")
-    record, layers = record_of(model.config), list(projections)
+    record = record_of(model.config)
+    layers = list(projections)
     base = record.base_layers if record is not None else {}
     base_layers = [base.get(layer, layer) if base else layer for layer in layers]
     return HeadImportance(layers, base_layers, absolute / tokens, count, total / count)

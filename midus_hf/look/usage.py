@@ -74,7 +74,8 @@ def record_usage(model: nn.Module) -> Iterator[Counts]:
     decoder = decoder_of(model)
     with temporary_hooks() as hold:
         for hosted in hosted_memories(model, "retrieve", "route"):
-            memory, has_slots = hosted.module, hasattr(hosted.module, "retrieve")
+            memory = hosted.module
+            has_slots = hasattr(hosted.module, "retrieve")
             heads, choices = (
                 (memory.num_heads, memory.num_slots) if has_slots else (1, memory.num_chapters - memory.num_shared)
             )
@@ -142,7 +143,8 @@ def _count_blocks(
     tokens = arguments[0] if arguments else kwargs.get("input_ids")
     tokens = kwargs["inputs_embeds"] if tokens is None else tokens
     rows, width = tokens.shape[:2]
-    mask, lengths = kwargs.get("attention_mask"), torch.full((rows,), width)
+    mask = kwargs.get("attention_mask")
+    lengths = torch.full((rows,), width)
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         lengths = (mask[:, -width:] != 0).sum(-1).cpu()  # with a cache, the mask covers earlier passes too
     paths = paths.cpu().long()
@@ -169,7 +171,8 @@ def usage_table(rows: list[dict[str, Any]]) -> TextTable:
 
 def usage_finding(rows: list[dict[str, Any]]) -> str:
     """Return in a sentence how much is used, and the share of the most used slot."""
-    used, most = [row["used"] for row in rows], max(rows, key=lambda row: row["largest"])
+    used = [row["used"] for row in rows]
+    most = max(rows, key=lambda row: row["largest"])
     return (
         f"Of each memory's slots, chapters or blocks, texts use {min(used):.0%} to {max(used):.0%}; the most used one gets "
         f"{most['largest']:.1%} of what its head reads ({_labelled(most['memory'])}, {most['text']})."

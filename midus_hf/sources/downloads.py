@@ -96,7 +96,8 @@ def _noting_silence(name: str) -> Iterator[None]:
     has_ended = threading.Event()
 
     def begin(request: Any) -> None:
-        thread, address = threading.get_ident(), str(request.url)
+        thread = threading.get_ident()
+        address = str(request.url)
         if thread not in waiting or waiting[thread][0] != address:  # a request that is repeated goes on
             waiting[thread] = (address, time.monotonic())
 

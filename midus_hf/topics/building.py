@@ -21,7 +21,8 @@ _MOST_LEAVES = 2**24
 # One row in this many is held out, up to a number of rows; the least similarity of a topic's texts is measured on these.
 _ROWS_A_HELD_OUT, _MOST_HELD_OUT = 20, 512
 # Numbers of words of the measured texts, and the percentile of their similarity that may be rejected.
-_LENGTHS, _REJECTED = (6, 15, 60, 240), 5
+_LENGTHS = (6, 15, 60, 240)
+_REJECTED = 5
 # Largest number of rows on which a tree's least similarity is measured: the share below it is exact to 0.04 percentage points.
 _MOST_MEASURED = 2**16
 
@@ -261,7 +262,8 @@ def grow_tree(
         sizes = [counts.view(len(level), -1).sum(-1) for level in centroids]
         for added, before in zip(sizes, tree.sizes, strict=True):
             added[: len(before)] += before
-    least, lineage = min(_least(tree), _least(part.tree)), [*tree.grown_from, tree.fingerprint]
+    least = min(_least(tree), _least(part.tree))
+    lineage = [*tree.grown_from, tree.fingerprint]
     return BuiltTree(ClusterTree(tree.branching, centroids, tree.origin, sizes, least, lineage), leaves)
 
 

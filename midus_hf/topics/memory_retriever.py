@@ -44,7 +44,8 @@ class TextEmbedder:
     def __init__(self, model: str, device: str = "cpu", batch_size: int = 64, max_tokens: int | None = None):
         if batch_size < 1:
             raise RequestError(f"batch_size is {batch_size}; expected at least 1 text.")
-        self.name, self.batch_size = str(model), batch_size
+        self.name = str(model)
+        self.batch_size = batch_size
         _check_modules(self.name)
         with as_request_error(
             f"embedding model is {self.name!r}, which cannot be loaded", OSError, ValueError, KeyError
@@ -179,7 +180,8 @@ class MemoryRetriever:
             RequestError: If the tree or the model cannot be loaded, they do not fit each other, or the tree names no model.
         """
         tree = ClusterTree.load(folder)
-        name, record = tree.origin.embedding_model, folder_of_tree(Path(folder).expanduser()) / RECORD_FILE
+        name = tree.origin.embedding_model
+        record = folder_of_tree(Path(folder).expanduser()) / RECORD_FILE
         if name is None:
             raise RequestError(
                 f"tree {str(folder)!r} does not say which model embeds its texts; expected a name. Write the model's folder or hub "

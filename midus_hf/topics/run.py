@@ -76,7 +76,8 @@ def build(
     """
     from midus_hf.sources.progress import show_progress
 
-    output, options = _checked_output(output, overwrite), options or TreeOptions()
+    output = _checked_output(output, overwrite)
+    options = options or TreeOptions()
     cutter = load_fast_tokenizer(tokenizer)
     documents = read_corpus(corpus, text_column=column)
     topics = TopicNames.from_rows(documents, topic_columns) if topic_columns else None
@@ -174,7 +175,8 @@ def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
         RequestError: If there is no tree, its files were altered, or there are no windows.
     """
     folder = folder.expanduser()
-    tree, stored = ClusterTree.load(folder), open_windows(folder / WINDOWS)
+    tree = ClusterTree.load(folder)
+    stored = open_windows(folder / WINDOWS)
     return tree, stored, np.load(folder / WINDOWS / _LEAVES, mmap_mode="r")
 
 

@@ -81,8 +81,10 @@ class ClusterTree:
             )
         self.grown_from = tuple(grown_from)
         self.min_similarity = None if min_similarity is None else float(min_similarity)
-        self.branching, self.origin = branching, origin or TreeOrigin()
-        self.width, self.roots = centroids[0].shape[-1], max(branching, len(centroids[0]))
+        self.branching = branching
+        self.origin = origin or TreeOrigin()
+        self.width = centroids[0].shape[-1]
+        self.roots = max(branching, len(centroids[0]))
         for level, tensor in enumerate(centroids):
             expected = (self.roots * branching**level, self.width)
             if tuple(tensor.shape) != expected:

@@ -73,7 +73,8 @@ def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
 def add_adapters(view: ModelView, options: Mapping[str, Any]) -> tuple[PeftModel, str]:
     """Wrap a model with the adapters of the key `adapters`; also return a sentence on what trains."""
     config, trains_new = read_adapters(options)
-    model, new = view.model, list(view.new_modules) if trains_new else []
+    model = view.model
+    new = list(view.new_modules) if trains_new else []
     config.modules_to_save = [*new, *(config.modules_to_save or [])] or None
     try:
         adapted = cast(PeftModel, get_peft_model(model, config))

@@ -48,7 +48,9 @@ def _divergence_at(logits: Any, base_logits: Any, labels: Any, row: Any, positio
 
 def check_base_divergence(trainer: Any) -> None:
     """Refuse a Trainer's model unless it computes as its base when all that trains is switched off."""
-    model, view, reason = trainer.model, ModelView(trainer.model), ""
+    model = trainer.model
+    view = ModelView(trainer.model)
+    reason = ""
     is_shared = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     if model.get_output_embeddings() is None:
         reason = "the model has no language model's head; expected a causal language model."

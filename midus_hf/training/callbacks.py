@@ -160,7 +160,8 @@ class GracefulStop(TrainerCallback):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._noted:
-            self._noted, self._noted_at = number, time.monotonic()
+            self._noted = number
+            self._noted_at = time.monotonic()
             if is_main_process():
                 # print is unsafe here: the signal may have interrupted another print.
                 with contextlib.suppress(OSError):  # the reader may be gone

@@ -130,7 +130,8 @@ def check_stream_keys(arguments: Any) -> None:
         return
     batches: Any = arguments.accelerator_config
     splits = bool(batches.split_batches or batches.dispatch_batches)
-    in_order, has_workers = arguments.train_sampling_strategy != "random", bool(arguments.dataloader_num_workers)
+    in_order = arguments.train_sampling_strategy != "random"
+    has_workers = bool(arguments.dataloader_num_workers)
     rows = [
         ("accelerator_config", splits, "neither split_batches nor dispatch_batches"),
         ("max_steps", arguments.max_steps <= 0, "the number of steps, since the length of a stream is not known"),

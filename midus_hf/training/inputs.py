@@ -70,7 +70,8 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
     if arguments.config_name is not None and hasattr(config, "upscale"):
         del config.upscale  # it describes a base whose weights this model does not have
-    key, limit = arguments.length_key, getattr(config.get_text_config(), "max_position_embeddings", None)
+    key = arguments.length_key
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and (length := getattr(arguments, key)) > limit:
         raise RequestError(
             f"{key} is {length}, but the model has positions for {limit} tokens. Lower {key}, or first raise "
@@ -198,7 +199,8 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
     corpus = arguments.corpus or []
     named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
     if arguments.streaming:
-        columns, settings = [arguments.text_column], dict[str, Any](options)
+        columns = [arguments.text_column]
+        settings = dict[str, Any](options)
         if column is not None:
             columns += [column, TREE_COLUMN]
             read_paths = partial(checked_paths, banks=banks, path_column=column)
@@ -211,13 +213,15 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
             measured = _pack_held_out_of_stream(read_rows("corpus", corpus, columns=columns, **named), arguments, pack)
         train = StreamedSequences(read_rows("corpus", corpus, columns=columns, **named), tokenizer, length, **settings)
         order = f"drawn from {arguments.shuffle_buffer:,}" if arguments.shuffle_buffer else "in order"
-        reads, tree = f"corpus: a stream of sequences of {length:,}, {order}", train.tree
+        reads = f"corpus: a stream of sequences of {length:,}, {order}"
+        tree = train.tree
     else:
         rows = read_corpus(corpus, text_column=arguments.text_column, **named)
         if share:
             rows, measured = _pack_held_out(rows, arguments, pack)
         packed, tree = pack("corpus", rows)
-        train, reads = packed.sequences, f"corpus: {packed.phrase(length)}"
+        train = packed.sequences
+        reads = f"corpus: {packed.phrase(length)}"
         if measured is not None:
             measured = choose_measured(measured, planned_steps(arguments, len(train)) * arguments.sequences_per_step)
     held_out = read_held_out(arguments, arguments.text_column, length, lambda key, rows: pack(key, rows)[0])
@@ -288,7 +292,8 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
                 f"corpus belongs to the tree with the fingerprint {corpus_tree[:16]}..., and tree {tree!r} has "
                 f"{loaded.fingerprint[:16]}...; expected one tree. Assign all texts by the same tree."
             )
-        fingerprint, shape = loaded.fingerprint, (loaded.levels, loaded.branching)
+        fingerprint = loaded.fingerprint
+        shape = (loaded.levels, loaded.branching)
         folder = folder_of_tree(Path(tree).expanduser())
     remedy = "Assign texts by the tree of the model, or use a model whose bank has not been trained."
     banks = getattr(model, "banks", None)
@@ -300,7 +305,8 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
 def model_hashes(model: PreTrainedModel, arguments: Any) -> Digests:
     """Return the SHA-256 of a model's settings, of loaded (not new) weights, and of files next to them."""
     is_new = arguments.model_name_or_path is None
-    digests, tensors = dict[str, str](), {} if is_new else model.state_dict()
+    digests = dict[str, str]()
+    tensors = {} if is_new else model.state_dict()
 
     def hash_tensor(name: str) -> str:
         tensor = tensors[name].detach().cpu().contiguous()

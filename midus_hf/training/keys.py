@@ -91,7 +91,8 @@ class Rates:
                 expected = ", ".join(map(repr, choices))
                 raise RequestError(f"{name} is {getattr(self, name)!r}; expected one of {expected}.")
         for name in (field.name for field in dataclasses.fields(Rates) if field.name.endswith(("rate", "decay"))):
-            value, is_rate = getattr(self, name), name.endswith("rate")
+            value = getattr(self, name)
+            is_rate = name.endswith("rate")
             if value is not None and value <= 0 and (is_rate or value < 0):
                 raise RequestError(f"{name} is {value}; expected {'a number above 0' if is_rate else '0 or more'}.")
 

@@ -45,7 +45,8 @@ class TrainableReport:
         blocks = (
             f"the bank's blocks as texts fetch them, {self.fetched:,} of its {self.blocks:,} parameters by each text"
         )
-        start, total = f"Training {choice}{without}: ", f"{self.total_parameters:,} parameters"
+        start = f"Training {choice}{without}: "
+        total = f"{self.total_parameters:,} parameters"
         if self.blocks and not self.parameters:
             return f"{start}{blocks}; the {total} outside the bank stay"
         layers = f"layers {', '.join(map(str, self.layers))} of {self.num_layers}" if self.layers else "no layer"
@@ -55,7 +56,8 @@ class TrainableReport:
 
 def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolved:
     """Replace `"auto"` by the config's choice; refuse choices that are invalid or not in the model."""
-    record, kind = record_of(config) or UpscaleRecord(), config.model_type
+    record = record_of(config) or UpscaleRecord()
+    kind = config.model_type
     resolved: Any = record.trainable if trainable == "auto" else trainable
     if trainable == "auto" and resolved not in ("new", "all"):
         raise RequestError(
@@ -331,7 +333,8 @@ def group_schedules(
             f"lr_scheduler_type is {kind.value!r}, whose rate is no multiple of each group's maximum rate; expected one that scales "
             f"it, such as cosine{', or another value_schedule' if kind is SchedulerType.REDUCE_ON_PLATEAU else ''}."
         )
-    factor, falling_steps = scheduler.lr_lambdas[0], _FALLING_SHARE * total_steps
+    factor = scheduler.lr_lambdas[0]
+    falling_steps = _FALLING_SHARE * total_steps
     factors: dict[str, Callable[[int], float]] = {
         "fixed": factor,
         "constant": lambda step: 1.0,

@@ -94,7 +94,8 @@ def describe_outcome(log: Sequence[Mapping[str, Any]], saved_step: int, rates: s
     lines, warnings, changes = [], [], []
     lower = f"train again at lower rates than {rates}"
     for name, before, after in _measured(log, saved_step):
-        label, change = _LABELS.get(name, name), after - before
+        label = _LABELS.get(name, name)
+        change = after - before
         lines.append(f"{label}: {before:.4f} nats per token before training, {after:.4f} after ({change:+.4f})")
         if name in _KEPT:
             if change > _FORGOTTEN:

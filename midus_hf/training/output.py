@@ -93,7 +93,8 @@ def in_main_process(arguments: Any, work: Callable[[], Result]) -> Result:
 
 
 def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
-    output, resume = Path(arguments.output_dir), arguments.resume_from_checkpoint
+    output = Path(arguments.output_dir)
+    resume = arguments.resume_from_checkpoint
     if output.exists() and not output.is_dir():
         raise RequestError(f"output_dir is {str(output)!r}, a file; expected a folder.")
     ancestor = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())

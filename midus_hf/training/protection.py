@@ -44,12 +44,14 @@ class Protection:
 
     def __init__(self, model: Any, tokenizer: Any, sources: Sequence[str], text_column: str):
         read = [list(read_corpus(each, text_column=text_column, key="protect")[text_column]) for each in sources]
-        self.texts, self._tokenizer = dict(zip(_labels(sources), read, strict=True)), tokenizer
+        self.texts = dict(zip(_labels(sources), read, strict=True))
+        self._tokenizer = tokenizer
         self.counts: dict[str, dict[str, int]] = {}
         self._taken: dict[str, str] = {}
         every = [text for documents in read for text in documents]
         for table in trained_tables(model):
-            known, ngrams = table.num_known, known_ngrams(table.keys_of(every, tokenizer)).to(table.ngrams.device)
+            known = table.num_known
+            ngrams = known_ngrams(table.keys_of(every, tokenizer)).to(table.ngrams.device)
             taken = table.ngrams[(table.ngrams < REMOVED_NGRAM) & torch.isin(table.ngrams, ngrams)]
             left = remove_ngrams(model, table, ngrams)
             if not left:
@@ -155,7 +157,9 @@ def compare_texts(
 ) -> tuple[int, list[int]]:
     """Return how many tokens documents have, and which of them have other logits without the named memories."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS_PER_PASS)
-    total, differing, tokenizer = 0, [], without_suffix_tokens(tokenizer)
+    total = 0
+    differing = []
+    tokenizer = without_suffix_tokens(tokenizer)
     with evaluating(model):
         for number, document in enumerate(show_progress(documents, desc="comparing texts", unit=" texts")):
             ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.int64, device=model.device)

@@ -152,7 +152,8 @@ class RowAdamW(torch.optim.AdamW):
 
 def _longer(moment: torch.Tensor, length: int, most: int) -> torch.Tensor:
     # The unused end of a storage is not written, so that a CPU commits no memory to it.
-    used, row = len(moment), moment.shape[1:]
+    used = len(moment)
+    row = moment.shape[1:]
     if moment.untyped_storage().nbytes() < length * row.numel() * moment.element_size():
         room = moment.new_empty(min(most, max(length, int(_GROWTH * used))), *row)
         room[:used] = moment

@@ -199,7 +199,8 @@ def _fit(trainer: Any, prepared: Prepared, stop: GracefulStop) -> None:
 def _save(trainer: Any, prepared: Prepared, stop: GracefulStop) -> None:
     """Save the trained model, certify protected texts, and upload."""
     arguments = prepared.arguments
-    output, is_main = Path(arguments.output_dir), arguments.process_index == 0
+    output = Path(arguments.output_dir)
+    is_main = arguments.process_index == 0
     failures = save_model(trainer, prepared)
     if prepared.protection is not None and is_main:
         stop.release()  # the model is saved, so a signal may end this at once

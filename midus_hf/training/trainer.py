@@ -224,7 +224,8 @@ class MemoryTrainerMixin(AnyTrainer):
             given = self.optimizer_cls_and_kwargs
             optimizer_class, options = given or self.get_optimizer_cls_and_kwargs(self.args, target)
             if self.sparse_values:
-                optimizer_class, options = RowAdamW, {key: options[key] for key in options if key != "fused"}
+                optimizer_class = RowAdamW
+                options = {key: options[key] for key in options if key != "fused"}
             self.optimizer = optimizer_class(parameter_groups(target, rates), **options)
             if self.blocks is not None:
                 self.blocks.follow(self.optimizer)
@@ -369,7 +370,8 @@ class MemoryTrainerMixin(AnyTrainer):
     def _refuse_infinite(self, norm: Any) -> Any:
         """Return the norm of a step's gradients; raise `NotFiniteError` if it or the loss is not finite."""
         # _tr_loss is summed over the steps since the last log event.
-        step, loss = self.state.global_step + 1, self._tr_loss.item()
+        step = self.state.global_step + 1
+        loss = self._tr_loss.item()
         if not math.isfinite(loss):
             raise NotFiniteError(f"loss is {loss}{self._broken_tensor()}", step)
         if norm is not None and not math.isfinite(norm) and self.accelerator.scaler is None:

@@ -37,10 +37,8 @@ def written_layout(row: ModelType) -> dict[str, Any]:
     def dimensions(shape: tuple[int, ...]) -> list[str]:
         return [_DIMENSIONS[size] for size in shape]
 
-    whole, without = (
-        read(**dict.fromkeys(flags, True)),
-        {flag: read(**dict.fromkeys(flags, True) | {flag: False}) for flag in flags},
-    )
+    whole = read(**dict.fromkeys(flags, True))
+    without = {flag: read(**dict.fromkeys(flags, True) | {flag: False}) for flag in flags}
     assert (
         whole.layers[0] == whole.layers[1] and not whole.buffers and not whole.expert_layers and not whole.is_converted
     )

@@ -125,7 +125,9 @@ def _trial(base: Any, small_entry: Mapping[str, Any], dtype: torch.dtype) -> _Tr
     _cast(base, dtype)
     causal_lm = FAMILIES[base.config.model_type]
     fields = {key: value for key, value in base.config.to_dict().items() if key not in _OF_SAVING}
-    site, weights, last = small_entry["site"], base.state_dict(), len(base.model.layers) - 1
+    site = small_entry["site"]
+    weights = base.state_dict()
+    last = len(base.model.layers) - 1
     entry = {**small_entry, "layers": [0, last - 1]}
     if site.startswith("inside-"):
         entry["layers"] = _layers_with_projections(base, small_entry)
@@ -144,7 +146,8 @@ def _trial(base: Any, small_entry: Mapping[str, Any], dtype: torch.dtype) -> _Tr
     _cast(hosting, dtype)
     wanted = hosting.state_dict()
     if site == "inserted":  # a block drops parts of the layer that it copies
-        block, weights = f"model.layers.{donors[-1]}.", _copied_weights(weights, sources, wanted)
+        block = f"model.layers.{donors[-1]}."
+        weights = _copied_weights(weights, sources, wanted)
         weights = {name: tensor for name, tensor in weights.items() if name in wanted or not name.startswith(block)}
     others = [name for name in wanted if name not in weights and not _is_of_memory(name)]
     others += [name for name in weights if name not in wanted]
@@ -206,7 +209,8 @@ def _copied_weights(
     weights: Mapping[str, torch.Tensor], sources: list[int], wanted: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return weights by name for layers that are copies of layers, with tables of a block per layer in the wanted shapes."""
-    num_layers, prefix = 1 + max(sources), "model.layers."
+    num_layers = 1 + max(sources)
+    prefix = "model.layers."
     copied = {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)}
     for index, source in enumerate(sources):
         own = f"{prefix}{source}."
@@ -228,7 +232,8 @@ def _is_of_memory(name: str) -> bool:
 
 def _blocks(hosting: Any, dtype: torch.dtype, *, initial: bool) -> dict[str, Any]:
     """Return the arguments that give blocks to both rows of the batch, as a new bank holds them, or with random values."""
-    rows, batches = torch.arange(2), {}
+    rows = torch.arange(2)
+    batches = {}
     for name, layout in block_layouts(hosting.config.memories()).items():
         generator = torch.Generator().manual_seed(2)
         std = _STD.get(layout.memory_type, 0.05)
@@ -290,7 +295,8 @@ def _prove_values(trial: _Trial, memory: str) -> None:
     if entry.options.type not in SUMS_IN_ANOTHER_ORDER:
         _check_equal(expected, computed, compared)
         return
-    by, most = (expected - computed).abs().max().item(), _ROUNDING * (plain - computed).abs().max().item()
+    by = (expected - computed).abs().max().item()
+    most = _ROUNDING * (plain - computed).abs().max().item()
     if not by <= most:
         raise UnprovenArchitecture(f"{compared} differ by up to {by:.1e}; expected at most {most:.1e}.")
 

@@ -168,7 +168,8 @@ def values_are_last(model_type: str, kind: str, name: str) -> bool:
     attention: Any = next(module for module in model.modules() if type(module).__name__ == kind)
     stacked = getattr(attention, name)
     behind = next(child for child_name, child in _children(attention) if child_name in _OUTPUTS)
-    queries, rest = behind.in_features, stacked.out_features - behind.in_features
+    queries = behind.in_features
+    rest = stacked.out_features - behind.in_features
     if rest <= 0 or rest % 2:
         return False
     outputs: list[Any] = []

@@ -121,7 +121,8 @@ def state(
             part = (mixer_of if entry.site == "inside-attention" else feed_forward_of)(layer)
             for role in entry.options.layer_projections(hosting.config.memories().sizes):
                 projection = _projection(part, role, base.config)
-                module, adapt = getattr(part, projection.module), partial(memory, **{**arguments, "projection": role})
+                module = getattr(part, projection.module)
+                adapt = partial(memory, **{**arguments, "projection": role})
                 _change(module, partial(_adapted, adapt, projection.rows, calls, module))
         else:
             into = base.model.layers[entry.into[position]] if entry.into else layer
@@ -249,7 +250,8 @@ def _change_heads(attention: Any, calls: _Calls, change: Callable[[Any, _Call, H
 
 def _unrotated(attention: Any, call: _Call, **projections: nn.Module) -> Heads:
     """Return the heads of an attention for the arguments of a call, without rotation, and with other projections in some roles."""
-    twin, shown = _twin(attention, **projections), []
+    twin = _twin(attention, **projections)
+    shown = []
 
     def use(heads: Heads) -> torch.Tensor:
         shown.append(heads)

@@ -141,7 +141,8 @@ def tiny_composite_model(model_type: str, seed: int = 0) -> PreTrainedModel:
 def small_composite_sizes(model_type: str) -> dict[str, Any]:
     """Return the values of a composite type's tiny config, by key."""
     default = CONFIG_MAPPING[model_type]()
-    language_config, small = default.get_text_config(decoder=True), _small(default)
+    language_config = default.get_text_config(decoder=True)
+    small = _small(default)
     name = next(name for name, value in vars(default).items() if value is language_config)
     language_type = language_config.model_type
     small[name] |= {**_SMALL_OF_TYPE.get(language_type, {}), "model_type": language_type}
@@ -187,7 +188,8 @@ def _drawn(model_class: Any, config: Any, seed: int) -> PreTrainedModel:
 
 def _small(config: PreTrainedConfig) -> dict[str, Any]:
     """Return small values for the sizes of a config, and for the sizes of configs within it."""
-    values, small = vars(config), {}
+    values = vars(config)
+    small = {}
     for name, size in _SMALL.items():
         name = config.attribute_map.get(name, name)
         if name in values and _is_size(name, values[name]):

@@ -206,7 +206,8 @@ def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) 
     ]
     roles.modules |= {f"{name}.{child}": "output_projection" for child in outputs}
     for child in STACKED:
-        stacked, output = getattr(mixer, child, None), getattr(mixer, outputs[0], None) if outputs else None
+        stacked = getattr(mixer, child, None)
+        output = getattr(mixer, outputs[0], None) if outputs else None
         if isinstance(stacked, nn.Linear) and isinstance(output, nn.Linear):
             order = row.stacked.get(f"{type(mixer).__name__}.{child}")
             roles.parts[f"{name}.{child}"] = stacked_rows(stacked, output, order) if order else ()

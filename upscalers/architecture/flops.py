@@ -63,7 +63,8 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
             read += num_values if per_token is None else min(num_values, per_token * readers)
     backbone = sum(map(math.prod, shapes)) - sum(numbers.values())
     embeddings = sum(math.prod(layout.outer.get(f"{name}.weight", (0,))) for name in ("model.embed_tokens", "lm_head"))
-    total, activated = backbone + numbers["value"] + numbers["rest"], backbone + numbers["rest"] + read
+    total = backbone + numbers["value"] + numbers["rest"]
+    activated = backbone + numbers["rest"] + read
     return {
         "total": total,
         "backbone": backbone,

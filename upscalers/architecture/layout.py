@@ -34,11 +34,13 @@ from upscalers.architecture.layer_tensors import (
 
 _LAYERS = "model.layers."
 # Sizes that a config must have, and others that must be positive if present.
-_NEEDED, _POSITIVE = ("hidden_size", "num_attention_heads", "vocab_size"), ("num_key_value_heads", "head_dim")
+_NEEDED = ("hidden_size", "num_attention_heads", "vocab_size")
+_POSITIVE = ("num_key_value_heads", "head_dim")
 _TYPES = "layer_types"
 # Keys that change layers in ways that the row does not cover.
 _UNUSUAL = (PER_LAYER_KEYS - {_TYPES}) | LAYER_INDEX_KEYS | PER_LAYER_MAPPING_KEYS | {SHARED_LAYERS_KEY}
-_PERIOD_KEY, _PERIODS = "sliding_window_pattern", {"gemma2": 2, "gemma3_text": 6}
+_PERIOD_KEY = "sliding_window_pattern"
+_PERIODS = {"gemma2": 2, "gemma3_text": 6}
 # Keys that rotary embeddings of each type need, in a config of the family or, in Gemma 3, for each type of layers.
 _ROPE_NEEDS: dict[Any, frozenset[str]] = {
     "default": frozenset(),
@@ -103,7 +105,8 @@ def _backbone(content: str) -> Layout:
             raise RequestError(
                 f"config has {key} = {value!r}; expected a positive integer. Repair config.json of the base."
             )
-    types, known = native.get("layer_types"), ("full_attention", "sliding_attention")
+    types = native.get("layer_types")
+    known = ("full_attention", "sliding_attention")
     if types is not None and not (isinstance(types, list) and all(isinstance(each, str) for each in types)):
         raise RequestError(
             f"config.json has layer_types = {types!r}; expected a list of names, one per layer. Repair the base checkpoint."
@@ -125,7 +128,8 @@ def _backbone(content: str) -> Layout:
 def layout_from(native: Config, config: Any, layers: list[dict[str, LayerTensor]], **described: Any) -> Layout:
     """Return a layout from a resolved config, tensors of layers, and other fields of `Layout`."""
     values = vars(config)
-    types, num_shared = values.get("layer_types"), values.get(SHARED_LAYERS_KEY) or 0
+    types = values.get("layer_types")
+    num_shared = values.get(SHARED_LAYERS_KEY) or 0
     lists = {
         key: value
         for key, value in values.items()
@@ -140,7 +144,8 @@ def layout_from(native: Config, config: Any, layers: list[dict[str, LayerTensor]
         if key in PER_LAYER_KEYS
     ]
     # The last layers may reuse keys and values of earlier ones of their type.
-    types_or_blank, first_shared = types or [""] * len(layers), len(layers) - num_shared
+    types_or_blank = types or [""] * len(layers)
+    first_shared = len(layers) - num_shared
     sources = (  # of the keys and values that later layers take
         max((layer for layer in range(first_shared) if types_or_blank[layer] == each), default=first_shared)
         for each in {*types_or_blank[first_shared:]}
@@ -236,7 +241,9 @@ def known_layout(native: Config) -> dict[str, Any] | None:
 
 
 def _is_usual(native: Config, values: Config, kinds: dict[str, list[str]]) -> bool:
-    num_layers, pad, period = values["num_hidden_layers"], values.get("pad_token_id"), native.get(_PERIOD_KEY, 1)
+    num_layers = values["num_hidden_layers"]
+    pad = values.get("pad_token_id")
+    period = native.get(_PERIOD_KEY, 1)
     ropes = [native.get("rope_scaling"), native.get("rope_parameters")]
     if native["model_type"] == "gemma3_text" and isinstance(ropes[1], dict):
         if not ropes[1].keys() <= _NESTED_ROPE:

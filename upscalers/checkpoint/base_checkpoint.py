@@ -136,7 +136,8 @@ class BaseCheckpoint:
 def read_config(path: Path) -> Config:
     """Read the `config.json` of a folder, or a config of any name, which must be a JSON object."""
     if path.is_dir():
-        folder, path = path, path / CONFIG_FILE
+        folder = path
+        path = path / CONFIG_FILE
         if not path.is_file():
             raise RequestError(f"{folder} has no config.json{_describe_folder(folder)}")
     config = read_json(path)
@@ -159,7 +160,8 @@ def write_config(folder: Path, config: Config) -> None:
 
 def open_base(folder: Path, needs_weights: bool = True, hub_id: str | None = None) -> BaseCheckpoint:
     """Open a checkpoint's folder; refuse what is missing, contradictory, or cannot be upscaled."""
-    config, composite = read_config(folder), None
+    config = read_config(folder)
+    composite = None
     if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
         composite = composite_model_of(config)
     family = family_of(config) if composite is None else family_of(composite.language_config, config)
@@ -176,7 +178,8 @@ def open_base(folder: Path, needs_weights: bool = True, hub_id: str | None = Non
         raise RequestError(
             f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
         )
-    layout, outside = layout_of(config), dict[str, Shape]()
+    layout = layout_of(config)
+    outside = dict[str, Shape]()
     expected = layout.outer | {
         f"{_PREFIX}layers.{layer}.{name}": tensor.shape
         for layer, tensors in enumerate(layout.layers)
@@ -246,7 +249,8 @@ def _check_tensors(
                 f"{name} is stored as {form}; expected {wanted} weights. Start from the unquantised checkpoint."
             )
     unexpected = tuple(name for name in stored if name not in expected)
-    layers, predicting = config["num_hidden_layers"], config.get(_PREDICTING) or 0
+    layers = config["num_hidden_layers"]
+    predicting = config.get(_PREDICTING) or 0
     for name in unexpected:
         if (match := _LAYER_KEY.match(name)) and int(match["layer"]) >= layers + predicting:
             also = f" and {_PREDICTING} = {predicting}" if predicting else ""

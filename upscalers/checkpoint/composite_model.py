@@ -160,7 +160,8 @@ def _built(native: str) -> CompositeModel:
     causal_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(language_config)]
     with torch.device("meta"):
         separate = causal_lm(copy.deepcopy(language_config))
-    stack_class, head = type(decoder_of(separate)), model.get_output_embeddings()
+    stack_class = type(decoder_of(separate))
+    head = model.get_output_embeddings()
     paths = [name for name, module in model.named_modules() if type(module) is stack_class]
     heads = [name for name, module in model.named_modules() if module is head and head is not None]
     if len(paths) != 1 or len(heads) != 1 or type(getattr(separate, _STACK.rstrip("."), None)) is not stack_class:

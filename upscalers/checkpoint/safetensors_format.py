@@ -139,14 +139,17 @@ def copy_bytes(source: int, source_start: int, target: int, target_start: int, n
             copied = len(data)
         if copied == 0:
             raise OSError(f"the base file ended {num_bytes} bytes early")
-        source_start, target_start, num_bytes = source_start + copied, target_start + copied, num_bytes - copied
+        source_start = source_start + copied
+        target_start = target_start + copied
+        num_bytes = num_bytes - copied
 
 
 def write_all(target: int, data: bytes | memoryview, start: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(target, view, start)
-        view, start = view[written:], start + written
+        view = view[written:]
+        start = start + written
 
 
 def most_common_dtype(tensors: Iterable[Any]) -> str:

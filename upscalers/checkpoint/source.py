@@ -212,7 +212,8 @@ def prepare_repository(repo_id: str, private: bool) -> str:
 def _refusal(repo_id: str, error: Exception) -> RequestError:
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    status, reason = error.response.status_code if isinstance(error, HfHubHTTPError) else None, one_line(error)
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    reason = one_line(error)
     if status in (401, 403) or isinstance(error, LocalTokenNotFoundError):
         return RequestError(
             f"push-to-hub is {repo_id!r}, but the Hub does not let this account write there ({reason}); expected your own "

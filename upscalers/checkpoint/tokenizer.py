@@ -78,11 +78,13 @@ def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str
         before = path.read_text(encoding="utf-8") if path.is_file() else None
         config = {**json.loads(before or "{}"), "tokenizer_class": type(base).__name__}
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        record, new = {CHANGED_KEY: {TOKENIZER_CONFIG: before}}, load(folder)
+        record = {CHANGED_KEY: {TOKENIZER_CONFIG: before}}
+        new = load(folder)
     if _whole(new) != _whole(base) or _reading(new) != expected:
         base.init_kwargs.pop("local_files_only", None)  # an argument of this load, not of the tokenizer
         base.save_pretrained(folder)
-        record, new = {REWRITTEN_KEY: True}, load(folder)
+        record = {REWRITTEN_KEY: True}
+        new = load(folder)
         progress.note(
             "the tokenizer is written as transformers loads the base's: by the base's model_type it reads the same files differently."
         )

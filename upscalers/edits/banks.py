@@ -53,7 +53,8 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
     Raises:
         RequestError: If a node does not exist in any of the banks, or the output cannot be made.
     """
-    started, output = time.perf_counter(), request.required_output()
+    started = time.perf_counter()
+    output = request.required_output()
     with resolve_source(str(request.model), needs=((RUN_CONFIG,),)) as source:
         opened = open_base(source.folder)
         banks = _open_banks(opened)
@@ -129,8 +130,10 @@ def _find_related_blocks(
 def _trained_weights(folder: Path) -> bool | None:
     if not (folder / RUN_CONFIG).is_file():
         return None
-    run, opened = read_mapping(folder / RUN_CONFIG), open_base(folder, needs_weights=False)
-    record, trainable = record_of(opened.config), run.get("trainable", "auto")
+    run = read_mapping(folder / RUN_CONFIG)
+    opened = open_base(folder, needs_weights=False)
+    record = record_of(opened.config)
+    trainable = run.get("trainable", "auto")
     if run.get("adapters") or trainable not in ("auto", "new"):
         return True
     if record is None:
@@ -173,7 +176,8 @@ def _centroids(tree: "ClusterTree", topics: Sequence[Node], left: Collection[Nod
     nodes = [node for node in topics if not centroids[node[0] - 1][node[1]].isnan().any()]
     gone = [node for node in nodes if not any(_lies_in(other, node, k) for other in left)]
     # A path ends at a leaf: without one below a node, texts no longer find the node's own block.
-    before, after = tree.takeable, tree.without(gone)
+    before = tree.takeable
+    after = tree.without(gone)
     lost = [
         (level, number)
         for level, number in left

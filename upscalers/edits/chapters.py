@@ -240,7 +240,8 @@ def list_chapters(model: str | Path, memory: str | None = None, progress: Progre
 def _describe_bank(memory: ChapterMemory, bank: ChapterBank, progress: Progress) -> dict[str, Any]:
     import torch
 
-    norms, whole = [], memory.model.tensors[bank.rows]
+    norms = []
+    whole = memory.model.tensors[bank.rows]
     chapter = dataclasses.replace(whole, shape=(memory.options.chapter_tokens, *whole.shape[1:]))
     for number in range(memory.options.chapters):
         rows = read_tensor(dataclasses.replace(chapter, start=whole.start + number * chapter.num_bytes))

@@ -77,7 +77,8 @@ def edit_checkpoint(
     command: str, request: EditRequest, decide: Callable[[BaseCheckpoint], EditDetails]
 ) -> dict[str, Any]:
     """Write a copy of a checkpoint with an edit, which config, record and card list as `command`."""
-    started, output = time.perf_counter(), request.required_output()
+    started = time.perf_counter()
+    output = request.required_output()
     progress = request.progress or Progress()
     with resolve_source(str(request.model)) as source:
         opened = open_base(source.folder)
@@ -141,7 +142,8 @@ def shuffle(
             )
         tensors = {}
         for name in tables:
-            stored, owner = opened.tensors[name], name.removeprefix(opened.prefix).rpartition(".")[0]
+            stored = opened.tensors[name]
+            owner = name.removeprefix(opened.prefix).rpartition(".")[0]
             recipe = PermutedRows(stored.shape, name, tensor_seed(seed, owner))
             tensors[name] = [OutputTensor(name, recipe, stored.dtype)]
         return EditDetails(list(dict.fromkeys(tables.values())), tensors, {"seed": seed, "tables": len(tables)})
@@ -188,7 +190,8 @@ def _value_tables(model: BaseCheckpoint) -> Iterator[tuple[str, str, DeclaredTen
 
 def files_without_banks(folder: Path) -> list[Path]:
     """Return the files of a checkpoint to copy as they are: without banks, states to resume from, and code."""
-    weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, RECORD, CARD)
+    weights = indexed_weights(folder)
+    kinds = (WEIGHTS, CONFIG, RECORD, CARD)
     own = [path for path in folder.iterdir() if path.name in weights or is_of(path.name, *kinds)]
     return sorted({*own, *travelling_files(folder)})
 
@@ -196,7 +199,8 @@ def files_without_banks(folder: Path) -> list[Path]:
 @contextlib.contextmanager
 def copied_for_edit(model: BaseCheckpoint, request: EditRequest) -> Iterator[Path]:
     """Yield the output of an edit of banks, with all other files, and the card without results."""
-    source, files = model.folder, files_without_banks(model.folder)
+    source = model.folder
+    files = files_without_banks(model.folder)
     folder = CheckpointFolder(request.required_output(), source, request.overwrite)
     folder.check_space(
         sum(path.stat().st_size for path in files) + total_bank_bytes(source, banks_of(model.layout.memories))

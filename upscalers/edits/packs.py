@@ -264,7 +264,8 @@ def _open_folder(request: EditRequest) -> Iterator[Path]:
             "of the Hub, pass --output DIR."
         )
     with resolve_source(str(request.model), config_only=True) as source:
-        folder, file = source.folder, source.folder / GLOSSARY_FILE
+        folder = source.folder
+        file = source.folder / GLOSSARY_FILE
         if file.is_symlink():
             raise RequestError(
                 f"{file} is a link to {os.path.realpath(file)}, which other folders may read; expected a file, to change it in "

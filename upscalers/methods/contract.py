@@ -40,9 +40,11 @@ class Paper:
 
     @property
     def bibtex(self) -> str:
-        kind, where = ("article", f"journal = {{arXiv preprint {self.reference}}}")
+        kind = "article"
+        where = f"journal = {{arXiv preprint {self.reference}}}"
         if self.booktitle is not None:
-            kind, where = ("inproceedings", f"booktitle = {{{self.booktitle}}}")
+            kind = "inproceedings"
+            where = f"booktitle = {{{self.booktitle}}}"
         fields = (f"title = {{{{{self.title}}}}}", f"author = {{{self.authors}}}", where, f"year = {{{self.year}}}")
         return f"@{kind}{{{self.key},\n  " + ",\n  ".join(fields) + "\n}"
 

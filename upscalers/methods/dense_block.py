@@ -61,7 +61,8 @@ class DenseMethod(Method):
     def check_sources(self, base: BaseCheckpoint, sources: Sequence[int], layer: str) -> None:
         """Refuse, with a `RequestError`, base layers unfit for a new layer, which messages name `layer`."""
         first = base.layout.backbone_layers[sources[0]]
-        filled, needed = self.filled_roles(base), self.needed_roles(base)
+        filled = self.filled_roles(base)
+        needed = self.needed_roles(base)
         known = {tensor.role for tensor in first.values() if tensor.parts is None}
         known |= {projection.role for projection in projections_of(first)}
         missing = sorted({*needed, *filled} - known)
@@ -169,7 +170,8 @@ class FusionMethod(DenseMethod):
                 f"new layer {index} has no base layer {side} it; expected one on each side, since both are fused. Choose placement "
                 "top-heavy, or indices inside the model."
             )
-        following, types = whole_layer(base, layer.next, index), base.layout.layer_kinds
+        following = whole_layer(base, layer.next, index)
+        types = base.layout.layer_kinds
         if self.options.neighbours != "same_type" or types is None:
             return following, whole_layer(base, layer.previous, index)
         for candidate in range(layer.previous, -1, -1):

@@ -143,7 +143,8 @@ class Engram(AttachedMemoryMethod):
         kind = "ends of names" if self.options.names else "n-grams of the corpus"
         remarks = [f"{len(self._ngrams(base)):,} {kind} have rows"]
         if self._cut:
-            most, shown = self.options.max_order, _shown(self._cut)
+            most = self.options.max_order
+            shown = _shown(self._cut)
             remarks.append(
                 f"names longer than {most} tokens, whose last {most} have the row: {len(self._cut):,} ({shown})"
             )
@@ -190,7 +191,8 @@ class Engram(AttachedMemoryMethod):
         if self._keys is None:
             texts = read_corpus(self.options.corpus)["text"]
             options = self.memory_options(**{name: getattr(self.options, name) for name in ("min_order", "max_order")})
-            tokenizer, numbers = tokenizer_of(base), self._token_numbers(base)
+            tokenizer = tokenizer_of(base)
+            numbers = self._token_numbers(base)
             if self.options.names:
                 if lines := [text.strip() for text in texts if len(text.strip().splitlines()) > 1]:
                     raise RequestError(
@@ -218,7 +220,8 @@ class Engram(AttachedMemoryMethod):
         from midus_hf.sources.progress import show_progress
 
         spelling = TokenSpelling(tokenizer)
-        most, fronts = self.options.max_order, merged_fronts(spelling)
+        most = self.options.max_order
+        fronts = merged_fronts(spelling)
         names_of: dict[tuple[int, ...], list[str]] = {}
         for name in show_progress(dict.fromkeys(names), desc="reading names", unit="names", leave=False):
             plain, ends = ends_of_name(name, spelling, fronts)
@@ -299,7 +302,8 @@ def equivalent_ids(tokenizer: Any) -> list[int]:
     """Return per id the smallest id whose token has a similar text (arXiv 2601.07372, section 2.2)."""
     from tokenizers import Regex, normalizers
 
-    spaces, accents = normalizers.Replace(Regex(r"\s+"), " "), normalizers.StripAccents()
+    spaces = normalizers.Replace(Regex(r"\s+"), " ")
+    accents = normalizers.StripAccents()
     like = normalizers.Sequence([normalizers.NFKC(), normalizers.NFD(), accents, normalizers.Lowercase(), spaces])
     first: dict[str, int] = {}
     numbers = []

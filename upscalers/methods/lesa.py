@@ -175,7 +175,8 @@ class MatrixPrediction(Solver):
         from upscalers.tensors.layer_predictor import RowFile, predict, shared_basis, train_predictor
 
         started = time.perf_counter()
-        num_layers, options = len(self._sources), self._options
+        num_layers = len(self._sources)
+        options = self._options
         steps = options.epochs * math.ceil(self._out * (num_layers - 2) / options.batch_size)
         done = scratch.progress.advance
         scratch.progress.stage(f"predicting {self.label}", 2 * num_layers + 1 + steps + len(self._gaps))

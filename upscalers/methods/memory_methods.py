@@ -152,9 +152,12 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     def entry(self, base: BaseCheckpoint, plan: Plan) -> MemoryEntry:
         site: SiteName = self.options.site
-        (name,), layers, into = plan.new_memories, self.layers(base), tuple[int, ...]()
+        (name,) = plan.new_memories
+        layers = self.layers(base)
+        into = tuple[int, ...]()
         if site == "skip":  # layers that have another layer `span` layers after them, and these other layers
-            own, span = _layers_of_base(base), self.options.span
+            own = _layers_of_base(base)
+            span = self.options.span
             if span < 0:
                 raise RequestError(f"span is {span}; expected 0 or more layers.")
             pairs = [(layer, own[own.index(layer) + span]) for layer in layers if own.index(layer) + span < len(own)]
@@ -192,7 +195,8 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         return self._memory().layer_projections(base.layout.sizes) if inside else {}
 
     def _hosting_layers(self, base: BaseCheckpoint) -> list[int]:
-        widths, hosting = self._projections(base), []
+        widths = self._projections(base)
+        hosting = []
         for layer in _layers_of_base(base):
             matrices = {(each.role, each.shape) for each in projections_of(base.layout.backbone_layers[layer])}
             if all((role, (outputs, inputs)) in matrices for role, (inputs, outputs) in widths.items()):
@@ -242,7 +246,8 @@ class InsertedMemoryMethod(HostedMemoryMethod):
 
     def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
         """Return the nearest base layer, after or else before, with all attention tensors of a block."""
-        kept, layers = kept_roles(self.options), base.layout.layers
+        kept = kept_roles(self.options)
+        layers = base.layout.layers
         following = base.num_layers if layer.next is None else layer.next
         for source in (*range(following, base.num_layers), *range(following - 1, -1, -1)):
             wanted = roles_of(base.layout.backbone_layers[source]) & kept
@@ -257,7 +262,8 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         return MemoryEntry(self.options, "inserted", tuple(plan.new_indices))
 
     def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
-        donor, roles = layer.sources[0], kept_roles(self.options)
+        donor = layer.sources[0]
+        roles = kept_roles(self.options)
         sources = base.layer_names[donor]
         recipes: dict[str, Recipe] = {
             name: Copy(tensor.shape, sources[name])

@@ -192,7 +192,8 @@ class BlockFusion(Solver):
         """Compute and measure the plan between rows; `original` is the source before its inputs were mapped."""
         from upscalers.tensors.transport import assignment, sinkhorn
 
-        options, started = self._options, time.perf_counter()
+        options = self._options
+        started = time.perf_counter()
         if options.solver == "hungarian":
             plan = assignment(source, target, options.plan_scale)
         else:

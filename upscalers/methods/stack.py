@@ -47,7 +47,8 @@ class Stack(DenseMethod):
                 raise RequestError(
                     f"{name} is {value!r}, but stack uses the option layers; expected none. Leave it out."
                 )
-        given, last = self.options.layers, num_layers - 1
+        given = self.options.layers
+        last = num_layers - 1
         remedy = f"Pass, for example, --set 'layers=[0-{last}, {last // 2}-{last}]'."
         if given is None:
             raise RequestError(f"layers is missing; expected ranges of the {num_layers} layers of the base. {remedy}")

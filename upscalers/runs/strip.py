@@ -128,7 +128,8 @@ def strip(
 def _base_config(
     upscaled: UpscaleRecord, tensors: list[OutputTensor], resized: tuple[int, int] | None, progress: Progress
 ) -> Config:
-    config, dtype = upscaled.whole_base_config, TORCH_NAMES[most_common_dtype(tensors)]
+    config = upscaled.whole_base_config
+    dtype = TORCH_NAMES[most_common_dtype(tensors)]
     if resized:
         before, size = resized
         config = copy.deepcopy(config)
@@ -144,7 +145,8 @@ def _base_config(
 
 
 def _resized_vocabulary(config: Config, upscaled: UpscaleRecord) -> tuple[int, int] | None:
-    before, size = upscaled.base_config.get("vocab_size"), language_entry(config).get("vocab_size")
+    before = upscaled.base_config.get("vocab_size")
+    size = language_entry(config).get("vocab_size")
     return None if before is None or size is None or before == size else (before, size)
 
 
@@ -222,7 +224,8 @@ def extract(
             if name not in outside
         ]
         folder = CheckpointFolder(output, source.folder, overwrite)
-        config, banks = _alone(opened.config, opened.family.class_name), banks_of(opened.layout.memories)
+        config = _alone(opened.config, opened.family.class_name)
+        banks = banks_of(opened.layout.memories)
         with written_from(opened, folder, split_shards(tensors), banks, progress) as written:
             write_part(source.folder, folder.partial, config, progress)
             keep_tokenizer(source, folder.partial, progress)

@@ -41,7 +41,8 @@ def upscale(*, progress: Progress | None = None, **keys: Any) -> UpscaleReport:
         PushError: If the upload fails; the output is complete, and the error has the report.
     """
     started = time.perf_counter()
-    request, progress = Request(**keys), progress or Progress()
+    request = Request(**keys)
+    progress = progress or Progress()
     method = _choose_method(request)
     request.check()
     if request.push_to_hub:
@@ -51,7 +52,8 @@ def upscale(*, progress: Progress | None = None, **keys: Any) -> UpscaleReport:
     if request.output is not None:
         folder = CheckpointFolder(request.output, local if local.is_dir() else None, request.overwrite)
 
-    name, plan = str(request.base), None
+    name = str(request.base)
+    plan = None
     if not request.dry_run:
         if not local.is_dir():
             with resolve_source(name, config_only=True, needs=method.needs) as source:

@@ -203,7 +203,8 @@ def compare_models(
     if broken.all():
         progress.warn("every logit of the base is NaN or infinite, so nothing was compared.")
         return Identity(None, None), None
-    stored, run_in = TORCH_NAMES[base.dtype], TORCH_NAMES[dtype]
+    stored = TORCH_NAMES[base.dtype]
+    run_in = TORCH_NAMES[dtype]
     sides = f"base and result in {stored}"
     if stored != run_in:
         sides = f"base rounded from {stored} to {run_in}, result in {run_in}"
@@ -276,7 +277,8 @@ def _not_identical(
     if mismatch is not None and _are_same(base_logits, new_logits):
         compared, difference = "hidden states", mismatch.difference
     else:
-        compared, difference = "logits", _largest_difference(base_logits, new_logits)
+        compared = "logits"
+        difference = _largest_difference(base_logits, new_logits)
     position = "after the last layer" if mismatch is None else "in the embedding"
     if mismatch is not None and mismatch.number:
         position = f"in layer {mismatch.number - 1} ({plan.describe(mismatch.number - 1)})"

@@ -88,7 +88,8 @@ def write_upscaled(
         tensor_digests = digests.finish()
         record = upscale_record(upscaling, content_sha256(tensor_digests))
         changed = _write_siblings(upscaling, record, partial, progress)
-        identity, kl_divergence = Identity(), None
+        identity = Identity()
+        kl_divergence = None
         if upscaling.request.verify:
             from upscalers.runs.verify import compare_models
 

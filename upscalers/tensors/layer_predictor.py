@@ -50,7 +50,8 @@ def shared_basis(num_layers: int, matrix_of: Callable[[int], torch.Tensor], done
     vectors = vectors.flip(1)
     kept = int((values > SINGULAR_GUARD * values[0]).sum())
     num_left_out = min(len(values), width) - kept
-    values, vectors = values[:kept].clone(), vectors[:, :kept]
+    values = values[:kept].clone()
+    vectors = vectors[:, :kept]
     if kept:
         largest = vectors.abs().argmax(dim=0, keepdim=True)
         vectors = vectors * vectors.gather(0, largest).sign()
@@ -63,7 +64,8 @@ class RowFile:
 
     def __init__(self, path: Path, num_rows: int, num_layers: int, width: int):
         self.num_rows, self.num_layers, self.width = num_rows, num_layers, width
-        self._path, self._file = path, path.open("w+b", buffering=0)
+        self._path = path
+        self._file = path.open("w+b", buffering=0)
 
     def __enter__(self) -> "RowFile":
         return self

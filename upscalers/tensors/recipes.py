@@ -195,7 +195,8 @@ class LayerBlocks(Built):
 
 def block_recipes(model: BaseCheckpoint, layers: Sequence[int], config: Config) -> dict[str, LayerBlocks]:
     """Return recipes by full name for tensors outside layers with a block per layer of the result."""
-    before, after = model.num_layers, len(layers)
+    before = model.num_layers
+    after = len(layers)
     if list(layers) == list(range(before)):
         return {}
     recipes, outer = {}, layout_of(config).outer
@@ -291,5 +292,7 @@ def _cell(column: str, values: Sequence[float | None]) -> str:
         return ""
     if column == "seconds":
         return f"{sum(known):.1f}"
-    mean, lowest, highest = sum(known) / len(known), min(known), max(known)
+    mean = sum(known) / len(known)
+    lowest = min(known)
+    highest = max(known)
     return f"{mean:.3g}" if lowest == highest else f"{mean:.3g} ({lowest:.3g} to {highest:.3g})"

@@ -19,7 +19,8 @@ _FORMATS = tuple(
     for columns in ("messages", "conversations", "prompt completion", "instruction output", "instruction response")
 )
 # Columns that chats may have in addition to those of their format, and those of instructions.
-_OF_CHATS, _OF_INSTRUCTIONS = ("system", "tools", "chat_template_kwargs"), ("system", "history", "input", "context")
+_OF_CHATS = ("system", "tools", "chat_template_kwargs")
+_OF_INSTRUCTIONS = ("system", "history", "input", "context")
 
 # Keys of messages that hold reasoning; a template reads one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -64,7 +65,8 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
     others = _OF_INSTRUCTIONS if columns[0] == "instruction" else _OF_CHATS
     kept = [column for column in rows.column_names if column in (*columns, *others)]
     unread = [column for column in rows.column_names if column not in kept]
-    template, kind = None, getattr(rows.features[columns[0]], "dtype", None)
+    template = None
+    kind = getattr(rows.features[columns[0]], "dtype", None)
     if columns[0] != "prompt" or kind not in TEXT_KINDS:
         set_template(tokenizer, arguments.chat_template_path)
         if arguments.assistant_only_loss:
