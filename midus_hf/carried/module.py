@@ -22,6 +22,7 @@ import midus_hf.ops
 from midus_hf.carried import standins
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.errors import RequestError
+from midus_hf.memories.options import package_only
 from midus_hf.memories.registry import Memories, layer_class
 from midus_hf.version import __version__
 
@@ -99,13 +100,29 @@ class Source:
         while first > 1 and self._lines[first - 2].startswith("#"):
             first -= 1
         last = statement.end_lineno
+        dropped = _package_only_lines(statement, self._lines)
         if (
             isinstance(following, ast.Expr)
             and isinstance(following.value, ast.Constant)
             and following.lineno == last + 1
         ):
             last = following.end_lineno
-        return "".join(self._lines[first - 1 : last])
+        return "".join(self._lines[line - 1] for line in range(first, last + 1) if line not in dropped)
+
+
+def _package_only_lines(statement: Any, lines: list[str]) -> set[int]:
+    """Return the lines of members of a class that checkpoints do not carry, with the empty lines before them."""
+    dropped: set[int] = set()
+    if not isinstance(statement, ast.ClassDef):
+        return dropped
+    for member in statement.body:
+        decorators: list[ast.expr] = getattr(member, "decorator_list", [])
+        if any(isinstance(each, ast.Name) and each.id == package_only.__name__ for each in decorators):
+            first = decorators[0].lineno
+            while not lines[first - 2].strip():
+                first -= 1
+            dropped |= {*range(first, (member.end_lineno or first) + 1)}
+    return dropped
 
 
 def defined(statement: ast.stmt) -> list[str]:

@@ -1,20 +1,15 @@
 """Banks: data of memories in files next to weights, created, copied and counted with them; no torch.
 
-A memory with a bank has a module `bank_files` in the folder of its options, with `MemoryFiles` under
-`@register_memory_files(Options)`. A model opens and saves its banks by services (`midus_hf.memories.hosting.service`).
+`memory_files` of a memory's options returns its subclass of `MemoryFiles`, if it has a bank. A model opens and saves its banks by
+services (`midus_hf.memories.hosting.service`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from midus_hf.files.checkpoint_files import Kind
-from midus_hf.memories.options import MemoryOptions
-from midus_hf.memories.registry import MEMORY_TYPES, Memories, MemoryEntry, import_beside
-
-AnyBank = TypeVar("AnyBank", bound="type[MemoryFiles]")
-
-_BANK_OF: dict[type[MemoryOptions], "type[MemoryFiles]"] = {}
+from midus_hf.memories.registry import MEMORY_TYPES, Memories, MemoryEntry
 
 
 class MemoryFiles:
@@ -64,31 +59,15 @@ class MemoryFiles:
         return 0
 
 
-def register_memory_files(options_class: type[MemoryOptions]) -> Callable[[AnyBank], AnyBank]:
-    """Return a decorator that makes a class the bank of memories with these options, or extended ones."""
-
-    def decorate(cls: AnyBank) -> AnyBank:
-        _BANK_OF[options_class] = cls
-        return cls
-
-    return decorate
-
-
-def bank_class(options_class: type[MemoryOptions]) -> type[MemoryFiles] | None:
-    """Return the class of a memory's bank, imported from the folder of its options; None without one."""
-    import_beside(options_class.__module__, "bank_files")
-    return next((_BANK_OF[kind] for kind in options_class.__mro__ if kind in _BANK_OF), None)
-
-
 def banks_of(memories: Memories) -> dict[str, MemoryFiles]:
     """Return the banks of a model's memories, by the name of the memory."""
     classes: Mapping[str, type[MemoryFiles] | None] = {
-        name: bank_class(type(entry.options)) for name, entry in memories.attached.items()
+        name: entry.options.memory_files() for name, entry in memories.attached.items()
     }
     return {name: cls(memories.attached[name], memories) for name, cls in classes.items() if cls is not None}
 
 
 def bank_patterns() -> Kind:
     """Return the patterns of the files of all known banks, relative to a checkpoint's folder."""
-    classes = (bank_class(options_class) for options_class in MEMORY_TYPES.values())
+    classes = [options_class.memory_files() for options_class in MEMORY_TYPES.values()]
     return tuple(dict.fromkeys(pattern for cls in classes if cls is not None for pattern in cls.files))

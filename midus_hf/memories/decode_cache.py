@@ -15,22 +15,6 @@ from midus_hf.ops.dispatch.private_torch import keep_address
 #: Largest number of elements that a layer of chapters or of UltraMemV2 caches during a generation: 256 MB in float32.
 MAX_CACHED = 1 << 26
 
-#: The function that makes the cache of a layer, or None, by the layer's class.
-CACHES: dict[type[MemoryModule], Callable[[Any], "DecodeCache | None"]] = {}
-
-
-def decode_cache_of(layer: type[MemoryModule]) -> Callable[[Any], Any]:
-    """Return a decorator for the function that makes the decode cache of a layer.
-
-    The function takes the layer, and returns None if nothing is to be cached.
-    """
-
-    def decorate(function: Any) -> Any:
-        CACHES[layer] = function
-        return function
-
-    return decorate
-
 
 @contextlib.contextmanager
 def decode_cache(model: nn.Module) -> Iterator[None]:
@@ -71,8 +55,7 @@ def _cache_of(memory: MemoryModule) -> "DecodeCache | None":
     """Return the cache of a memory, kept because code would be recompiled for another object."""
     with CHANGING:
         if memory.decode_cache is None:
-            make = next((CACHES[each] for each in type(memory).__mro__ if each in CACHES), None)
-            memory.decode_cache = None if make is None else make(memory)
+            memory.decode_cache = memory.make_decode_cache()
     return memory.decode_cache
 
 

@@ -7,15 +7,12 @@ all layers, such as rotary angles, are not counted. Attention counts as if every
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.options import InsertedOptions, MemoryOptions
-from midus_hf.memories.registry import Memories, import_beside
+from midus_hf.memories.options import InsertedOptions
+from midus_hf.memories.registry import Memories
 
 # FLOPs of a softmax per number, and of cross entropy.
 SOFTMAX = 5
@@ -24,10 +21,6 @@ MASK_AND_SCALE = 2
 SIGMOID = TANH = 4
 SOFT_CAP = TANH + 2
 ACTIVATIONS = {"silu": 4, "swish": 4, "gelu": 8, "gelu_new": 8, "gelu_pytorch_tanh": 8, "relu": 1}
-
-#: Functions that count a memory's operations in one layer, and the values that a token reads there, by the class of options.
-FLOPS: dict[type[MemoryOptions], Callable[..., dict[str, int]]] = {}
-VALUES_READ: dict[type[MemoryOptions], Callable[..., int]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,53 +85,6 @@ def router_losses(choices: int, candidates: int, k: int) -> int:
     return load_balance + squares + z_loss + entropy
 
 
-def flops_of(options_class: type[MemoryOptions]) -> Callable[[Any], Any]:
-    """Return a decorator for a memory's function with the arguments and result of `memory_flops`."""
-    return partial(_register, FLOPS, options_class)
-
-
-def values_read_of(options_class: type[MemoryOptions]) -> Callable[[Any], Any]:
-    """Return a decorator for a memory's function with the arguments and result of `values_read`."""
-    return partial(_register, VALUES_READ, options_class)
-
-
-def _register(table: dict[type[MemoryOptions], Any], options_class: type[MemoryOptions], function: Any) -> Any:
-    table[options_class] = function
-    return function
-
-
-def memory_flops(
-    options: MemoryOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
-) -> dict[str, int]:
-    """Count the FLOPs of a memory in one layer and forward pass by purpose, residual adds included.
-
-    There are `batch` sequences of `tokens` tokens; `index` is the layer's among the `count` layers that have the memory, from 0.
-
-    Raises:
-        RequestError: If the FLOPs of the memory are unknown.
-    """
-    counted = _registered(FLOPS, options)
-    if counted is None:
-        raise RequestError(
-            f"the FLOPs of memory type {options.type!r} are unknown; expected a function with the decorator "
-            f"flops_of({type(options).__name__}) next to its options. Leave the memory out of the config to count the rest."
-        )
-    return counted(options, sizes, batch, tokens, index, count)
-
-
-def values_read(options: MemoryOptions, sizes: ModelSizes) -> int | None:
-    """Return the number of value elements that a token reads in one layer; None if it reads all."""
-    counted = _registered(VALUES_READ, options)
-    return None if counted is None else counted(options, sizes)
-
-
-def _registered(
-    table: Mapping[type[MemoryOptions], Callable[..., Any]], options: MemoryOptions
-) -> Callable[..., Any] | None:
-    import_beside(type(options).__module__, "costs")  # another package may have them in a separate module
-    return next((table[each] for each in type(options).__mro__ if each in table), None)
-
-
 @dataclass(frozen=True)
 class ModelFlops:
     """Floating-point operations of one forward pass, by the name of the part of the model."""
@@ -189,9 +135,8 @@ def estimate_flops(backbone: Backbone, memories: Memories, tokens: int, batch: i
         else:
             parts = _base_layer_flops(backbone, batch, tokens)
         for memory in (*memories.attached_to(layer), *(() if entry is None else (entry,))):
-            counted = memory_flops(
-                memory.options, sizes, batch, tokens, memory.layers.index(layer), len(memory.layers)
-            )
+            place, count = memory.layers.index(layer), len(memory.layers)
+            counted = memory.options.flops(sizes, batch, tokens, place, count)
             parts |= {f"{memory.name or memory.options.type}: {part}": count for part, count in counted.items()}
         return {part: count for part, count in parts.items() if count}
 

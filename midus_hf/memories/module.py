@@ -24,7 +24,7 @@ from torch import nn
 
 from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes, Role
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.options import MemoryOptions
+from midus_hf.memories.options import MemoryOptions, package_only
 from midus_hf.memories.registry import layer_class
 
 
@@ -111,6 +111,11 @@ class MemoryModule(DeclaredModule):
     @classmethod
     def check_attention(cls, implementation: str | None) -> None:
         """Refuse an implementation of attention, by name; None lets Transformers choose. Default: none."""
+
+    @package_only
+    def make_decode_cache(self) -> Any:
+        """Return a `DecodeCache` for tensors derived from weights. Default: None, nothing is cached."""
+        return None
 
     def extra_repr(self) -> str:
         """Return the options that differ from their defaults."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes, Role
+from midus_hf.config.errors import RequestError
 
 # `inserted`: the memory has its own decoder layer; all others attach it to one of the base (`midus_hf.memories.hosting.sites`).
 SiteName = Literal[
@@ -23,14 +24,19 @@ ADDRESSING_HELP = (
 RANDOM_SLOTS: Mapping[DeclaredControl, Mapping[str, Any]] = {"random-slots": {"addressing": "random"}}
 
 
+def package_only(member: Any) -> Any:
+    """Mark a member of a class that the code of checkpoints leaves out, such as costs and files."""
+    return member
+
+
 @dataclass(kw_only=True)
 class MemoryOptions:
     """Options of a type of memory, with the tensors that follow from the options.
 
     A subclass is registered under the `type` that entries of a config's `memory` list name. Its fields are made with
     `midus_hf.config.options.option` and have defaults. `check`, `check_fit`, `check_layers` and `check_beside` raise a
-    `RequestError` for invalid values, models, layers and other memories; by default they refuse nothing. Costs are functions next to
-    it, under decorators of `midus_hf.memories.flops`. `index` counts from 0 among the `count` layers that have the memory.
+    `RequestError` for invalid values, models, layers and other memories; by default they refuse nothing. `index` counts from 0 among
+    the `count` layers that have the memory.
     """
 
     type: ClassVar[str]
@@ -95,6 +101,37 @@ class MemoryOptions:
     def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         """Return the input and output width of projections a layer needs, by role. Default: none."""
         return {}
+
+    @package_only
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        """Count the FLOPs of one layer and forward pass by purpose, residual adds included; see `midus_hf.memories.flops`.
+
+        There are `batch` sequences of `tokens` tokens.
+
+        Raises:
+            RequestError: If the FLOPs of the memory are unknown.
+        """
+        raise RequestError(
+            f"the FLOPs of memory type {self.type!r} are unknown; expected a method flops of {type(self).__name__}. Leave the memory "
+            "out of the config to count the rest."
+        )
+
+    @package_only
+    def values_read(self, sizes: ModelSizes) -> int | None:
+        """Return the number of value elements that a token reads in one layer. Default: None, all."""
+        return None
+
+    @classmethod
+    @package_only
+    def memory_files(cls) -> Any:
+        """Return the subclass of `MemoryFiles` for files next to the weights, imported here. Default: None, there are none."""
+        return None
+
+    @classmethod
+    @package_only
+    def paged_layer(cls) -> Any:
+        """Return the class that serves the memory in vLLM, imported here. Default: None, that of other engines."""
+        return None
 
 
 def head_projections(sizes: ModelSizes) -> dict[str, tuple[int, int]]:

@@ -36,7 +36,6 @@ _EARLIER_TYPES = {
     "product-key": "midus-pkm",
     "ultramem": "ultramem-v2",
 }
-_PAGED: dict[type[MemoryOptions], Any] = {}
 _ENTRY_KEYS = frozenset({"type", "name", "site", "layers", "into", "span"})
 _ROLES: tuple[Role, ...] = get_args(Role)
 _SAMPLE = ModelSizes(hidden_size=64, num_heads=4, intermediate_size=128, num_layers=4)
@@ -86,30 +85,14 @@ def register_layer(options_class: type[MemoryOptions]) -> Callable[[Layer], Laye
     return decorate
 
 
-def register_paged_layer(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
-    """Return a decorator that makes a subclass of a memory's layer the one that serves the memory in vLLM.
-
-    The class is in the module `layer` or `paged` next to the options, and does not travel with checkpoints.
-    """
-
-    def decorate(cls: Layer) -> Layer:
-        _PAGED[options_class] = cls
-        return cls
-
-    return decorate
-
-
 def layer_class(options: MemoryOptions, attention: str | None = None) -> Any:
     """Return the class of a memory's layer, importing its module `layer`, or raise a `RequestError`.
 
-    For the implementation of attention "vllm" the class may be the one of the module `paged`.
+    For the implementation of attention "vllm" it is `paged_layer` of the options, if they have one.
     """
     options_class = type(options)
-    if attention == "vllm":
-        import_beside(options_class.__module__, "layer")
-        import_beside(options_class.__module__, "paged")
-        if options_class in _PAGED:
-            return _PAGED[options_class]
+    if attention == "vllm" and (paged := options_class.paged_layer()) is not None:
+        return paged
     if vars(options_class).get("layer") is None:  # a subclass has a separate layer
         import_beside(options_class.__module__, "layer")
     if vars(options_class).get("layer") is None:

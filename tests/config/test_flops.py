@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Llama
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.config.declared_tensors import ZEROS, ModelSizes
 from midus_hf.memories import flops as counting
-from midus_hf.memories.flops import MASK_AND_SCALE, linear, memory_flops
+from midus_hf.memories.flops import MASK_AND_SCALE, linear
 from midus_hf.memories.midus.options import MidusHmlOptions, MidusLinearOptions, MidusPkmOptions
 from midus_hf.memories.moc.options import MocOptions
 from midus_hf.memories.moda.options import ModaOptions, Slot
@@ -34,7 +34,7 @@ def paper_config(name: str) -> dict[str, Any]:
 
 
 def of_memory(options: MemoryOptions) -> dict[str, int]:
-    return memory_flops(options, SIZES, BATCH, TOKENS, 0, 1)
+    return options.flops(SIZES, BATCH, TOKENS, 0, 1)
 
 
 def test_layers_and_chapters_have_the_papers_flops():
@@ -119,7 +119,7 @@ def test_biases_norms_and_caps_of_families_are_counted():
 @pytest.mark.parametrize("memory_type", MEMORY_TYPES)
 def test_every_memory_type_counts_flops(memory_type):
     options = MEMORY_TYPES[memory_type]()
-    few, many = memory_flops(options, SIZES, 1, 24, 1, 3), memory_flops(options, SIZES, 2, 24, 1, 3)
+    few, many = options.flops(SIZES, 1, 24, 1, 3), options.flops(SIZES, 2, 24, 1, 3)
     assert all(type(count) is int for count in many.values())
     assert sum(few.values()) < sum(many.values()) <= 2 * sum(few.values())
 
@@ -227,7 +227,7 @@ def test_uncountable_flops_are_refused(changes, tokens, batch, message):
     with pytest.raises(ValueError, match=message):
         estimate_flops(config, tokens, batch)
     uncounted = type("UncountedOptions", (MemoryOptions,), {"type": "uncounted"})()
-    with pytest.raises(ValueError, match="the FLOPs of memory type 'uncounted' are unknown; expected a function with"):
+    with pytest.raises(ValueError, match="the FLOPs of memory type 'uncounted' are unknown; expected a method flops of"):
         of_memory(uncounted)
 
 

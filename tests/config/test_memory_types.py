@@ -17,7 +17,6 @@ from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, ModelS
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.memories.controls import Change, controls_of, num_value_rows
-from midus_hf.memories.flops import memory_flops
 from midus_hf.memories.midus.options import MidusHmlOptions
 from midus_hf.memories.options import InsertedOptions
 from midus_hf.memories.registry import MEMORY_TYPES, check_declaration, memory_type, read_memories, register_memory
@@ -167,7 +166,7 @@ def test_addressing_keeps_tensors_and_flops(memory_type):
     content, random = (MEMORY_TYPES[memory_type](addressing=addressing) for addressing in ("content", "random"))
     assert content == MEMORY_TYPES[memory_type]() and content.tensors(SIZES) == random.tensors(SIZES)
     assert content.tables(SIZES, (0, 1)) == random.tables(SIZES, (0, 1))
-    assert memory_flops(content, SIZES, 2, 8, 0, 2) == memory_flops(random, SIZES, 2, 8, 0, 2)
+    assert content.flops(SIZES, 2, 8, 0, 2) == random.flops(SIZES, 2, 8, 0, 2)
 
 
 def test_plugin_type_has_controls_by_roles():

@@ -5,7 +5,7 @@ from typing import Any
 
 from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.flops import Backbone, ModelFlops, estimate_flops, values_read
+from midus_hf.memories.flops import Backbone, ModelFlops, estimate_flops
 from midus_hf.memories.registry import tensors_in_layer
 from upscalers.architecture.layer_tensors import family_of
 from upscalers.architecture.layout import layout_of
@@ -54,7 +54,7 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
         held = [(1, tensors_in_layer(entry, layer, sizes)) for layer in entry.layers]
         if entry.is_attached:
             held += [(len(tables.layers), tables.tensors) for tables in memories.tables(entry.name)]
-        per_token = values_read(entry.options, sizes)
+        per_token = entry.options.values_read(sizes)
         for readers, tensors in held:
             for tensor in tensors.values():
                 numbers[tensor.role if tensor.role in numbers else "rest"] += math.prod(tensor.shape)

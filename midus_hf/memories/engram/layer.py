@@ -23,7 +23,7 @@ from midus_hf.memories.hosting.state import (
 )
 from midus_hf.memories.hosting.vllm import SlotState, SlotStates
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.registry import register_layer, register_paged_layer
+from midus_hf.memories.registry import register_layer
 from midus_hf.ops.dispatch.calling import wide_dtype
 from midus_hf.ops.engram import NO_TOKEN, hashed_rows, known_rows, ngram_keys, numbered, windows
 from midus_hf.ops.gather.op import weighted_gather
@@ -220,7 +220,6 @@ def _drawn(rows: torch.Tensor, limits: Sequence[int]) -> torch.Tensor:
     return torch.stack([torch.randint_like(rows[..., number], limit) for number, limit in enumerate(limits)], dim=-1)
 
 
-@register_paged_layer(EngramOptions)
 class PagedEngramMemory(EngramMemory):
     """The memory in vLLM: T tokens of several requests are T sequences of one token; states by cache slot."""
 

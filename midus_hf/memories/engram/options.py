@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, ModelSizes, Normal
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
-from midus_hf.memories.flops import ACTIVATIONS, SIGMOID, flops_of, linear, rms_norm, values_read_of
-from midus_hf.memories.options import MemoryOptions, SharedTables
+from midus_hf.memories.flops import ACTIVATIONS, SIGMOID, linear, rms_norm
+from midus_hf.memories.options import MemoryOptions, SharedTables, package_only
 from midus_hf.memories.registry import register_memory
 
 # Above all numbers of tokens, so that n-grams of `MAX_ORDER` tokens have numbers below 2^63.
@@ -168,22 +168,25 @@ class EngramOptions(MemoryOptions):
                 f"rows is {self.rows}; expected 1, or a number with {heads} primes up to it, one for each hash. Choose 100 or more."
             )
 
+    @package_only
+    def values_read(self, sizes: ModelSizes) -> int:
+        return self.num_read * self.row_width
 
-@values_read_of(EngramOptions)
-def engram_values_read(options: EngramOptions, sizes: ModelSizes) -> int:
-    return options.num_read * options.row_width
+    @package_only
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        """Count the operations as `flops` does. Addresses are integers and do not count."""
+        rows, hidden = batch * tokens, sizes.hidden_size
+        taps = rows * hidden * (2 * self.kernel + ACTIVATIONS["silu"]) + rms_norm(rows, hidden)
+        return {
+            "projections": 2 * linear(rows, self.num_read * self.row_width, hidden),
+            "gate": 2 * rms_norm(rows, hidden) + linear(rows, hidden, 1) + rows * (SIGMOID + hidden),
+            "convolution": taps + rows * hidden if self.kernel else 0,
+            "residual adds": rows * hidden,
+        }
 
+    @classmethod
+    @package_only
+    def paged_layer(cls) -> Any:
+        from midus_hf.memories.engram.layer import PagedEngramMemory
 
-@flops_of(EngramOptions)
-def engram_flops(
-    options: EngramOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
-) -> dict[str, int]:
-    """Count the operations as `flops` does. Addresses are integers and do not count."""
-    rows, hidden = batch * tokens, sizes.hidden_size
-    taps = rows * hidden * (2 * options.kernel + ACTIVATIONS["silu"]) + rms_norm(rows, hidden)
-    return {
-        "projections": 2 * linear(rows, options.num_read * options.row_width, hidden),
-        "gate": 2 * rms_norm(rows, hidden) + linear(rows, hidden, 1) + rows * (SIGMOID + hidden),
-        "convolution": taps + rows * hidden if options.kernel else 0,
-        "residual adds": rows * hidden,
-    }
+        return PagedEngramMemory

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES, read_json
-from midus_hf.memories.bank import MemoryFiles, register_memory_files
-from midus_hf.memories.hierarchical.options import BankLayout, HierarchicalOptions, block_layouts
+from midus_hf.memories.bank import MemoryFiles
+from midus_hf.memories.hierarchical.options import BankLayout, block_layouts
 from midus_hf.memories.registry import Memories, MemoryEntry
 
 _LEVELS = ("level-[0-9].safetensors", "level-[0-9][0-9].safetensors")
 
 
-@register_memory_files(HierarchicalOptions)
 class BlockFiles(MemoryFiles):
     """Bank of blocks: files of levels, a description, and the tree whose paths trained it, if any."""
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, ModelSizes, TruncatedNormal, Uniform
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
-from midus_hf.memories.flops import ACTIVATIONS, attention_products, attention_weights, flops_of, linear
-from midus_hf.memories.options import MemoryOptions, head_projections
+from midus_hf.memories.flops import ACTIVATIONS, attention_products, attention_weights, linear
+from midus_hf.memories.options import MemoryOptions, head_projections, package_only
 from midus_hf.memories.registry import Memories, register_memory
 
 _BLOCK_STD = 0.02
@@ -201,6 +201,13 @@ class HierarchicalOptions(MemoryOptions):
                 "int64, can name; expected at most 2 ** 63. Lower branching, or give fewer sizes."
             )
 
+    @classmethod
+    @package_only
+    def memory_files(cls) -> Any:
+        from midus_hf.memories.hierarchical.bank_files import BlockFiles
+
+        return BlockFiles
+
 
 @register_memory("hier-ffn")
 @dataclass(kw_only=True)
@@ -214,6 +221,14 @@ class HierFFNOptions(HierarchicalOptions):
             "gate": DeclaredTensor((size, sizes.hidden_size), "key", TruncatedNormal(_BLOCK_STD)),
             "up": DeclaredTensor((size, sizes.hidden_size), "key", TruncatedNormal(_BLOCK_STD)),
             "down": DeclaredTensor((sizes.hidden_size, size), "value", ZEROS),
+        }
+
+    @package_only
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        rows, units = batch * tokens, self.fetched_size
+        return {
+            "memory": 3 * linear(rows, sizes.hidden_size, units) + rows * units * (ACTIVATIONS[sizes.activation] + 1),
+            "residual adds": rows * sizes.hidden_size,
         }
 
 
@@ -242,6 +257,17 @@ class HierLoraOptions(HierarchicalOptions):
         super().check()
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise RequestError(f"alpha is {self.alpha!r}; expected a number above 0.")
+
+    @package_only
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        rows, rank = batch * tokens, self.fetched_size
+        widths = self.layer_projections(sizes).values()
+        return {
+            "memory": sum(
+                linear(rows, inputs, rank) + linear(rows, rank, outputs) + 2 * rows * outputs
+                for inputs, outputs in widths
+            )
+        }
 
 
 @register_memory("hier-lora-qk")
@@ -291,6 +317,15 @@ class HierKVOptions(HierarchicalOptions):
     def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         return head_projections(sizes)
 
+    @package_only
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        width = sizes.num_heads * sizes.head_dim
+        return {
+            "memory": attention_products(batch, tokens, self.fetched_size, width)
+            + attention_weights(batch, sizes.num_heads, tokens, self.fetched_size),
+            "residual adds": batch * tokens * width,
+        }
+
 
 def block_layouts(memories: Memories) -> dict[str, BankLayout]:
     """Return the layouts of the banks of a model's memories that fetch blocks, by the name of the memory."""
@@ -298,40 +333,4 @@ def block_layouts(memories: Memories) -> dict[str, BankLayout]:
         name: BankLayout(entry.options.type, entry.layers, entry.options.fetched(memories.sizes), memories.base)
         for name, entry in memories.attached.items()
         if isinstance(entry.options, HierarchicalOptions)
-    }
-
-
-@flops_of(HierFFNOptions)
-def hier_ffn_flops(
-    options: HierFFNOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
-) -> dict[str, int]:
-    rows, units = batch * tokens, options.fetched_size
-    return {
-        "memory": 3 * linear(rows, sizes.hidden_size, units) + rows * units * (ACTIVATIONS[sizes.activation] + 1),
-        "residual adds": rows * sizes.hidden_size,
-    }
-
-
-@flops_of(HierLoraOptions)
-def hier_lora_flops(
-    options: HierLoraOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
-) -> dict[str, int]:
-    rows, rank = batch * tokens, options.fetched_size
-    widths = options.layer_projections(sizes).values()
-    return {
-        "memory": sum(
-            linear(rows, inputs, rank) + linear(rows, rank, outputs) + 2 * rows * outputs for inputs, outputs in widths
-        )
-    }
-
-
-@flops_of(HierKVOptions)
-def hier_kv_flops(
-    options: HierKVOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
-) -> dict[str, int]:
-    width = sizes.num_heads * sizes.head_dim
-    return {
-        "memory": attention_products(batch, tokens, options.fetched_size, width)
-        + attention_weights(batch, sizes.num_heads, tokens, options.fetched_size),
-        "residual adds": batch * tokens * width,
     }

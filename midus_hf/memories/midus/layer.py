@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from midus_hf.config.declared_tensors import ModelSizes
-from midus_hf.memories.decode_cache import DecodeCache, decode_cache_of
+from midus_hf.memories.decode_cache import DecodeCache
 from midus_hf.memories.hosting.service import TrainedTokens
 from midus_hf.memories.midus.options import MidusHmlOptions, MidusLinearOptions, MidusPkmOptions, RetrievalOptions
 from midus_hf.memories.module import MemoryModule, random_directions
+from midus_hf.memories.options import package_only
 from midus_hf.memories.registry import register_layer
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 from midus_hf.ops.gather.op import weighted_gather
@@ -149,6 +150,13 @@ class MidusHmlMemory(RetrievalMemory):
         output = headwise_memory(query, *keys, bank, transform, self.k, residual=by_head)  # [S, H, D / H]
         return output.reshape(*shape, self.num_heads * self.value_dim)
 
+    @package_only
+    def make_decode_cache(self) -> DecodeCache | None:
+        """Return a cache for the values of all heads; None for more values than `MAX_EXPANDED`."""
+        if self.num_heads * self.value_bank.numel() > MAX_EXPANDED:
+            return None
+        return DecodeCache(("value_bank", "value_transform"), expand_values)
+
 
 class SharedValueMemory(RetrievalMemory):
     """A memory with a query projection, keys per head, and values that all heads read and sum over."""
@@ -191,11 +199,3 @@ class MidusPkmMemory(SharedValueMemory):
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return product_key_topk(query, self.row_keys, self.column_keys, self.k)
-
-
-@decode_cache_of(MidusHmlMemory)
-def expanded_values(memory: MidusHmlMemory) -> DecodeCache | None:
-    """Return a cache for the values of all heads; None for more values than `MAX_EXPANDED`."""
-    if memory.num_heads * memory.value_bank.numel() > MAX_EXPANDED:
-        return None
-    return DecodeCache(("value_bank", "value_transform"), expand_values)

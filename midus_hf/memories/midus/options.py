@@ -8,8 +8,15 @@ from typing import Any, ClassVar, Literal
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, ModelSizes, Normal, Uniform
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
-from midus_hf.memories.flops import SOFTMAX, flops_of, layer_norm, linear, top_k, values_read_of
-from midus_hf.memories.options import ADDRESSING_HELP, RANDOM_SLOTS, Addressing, DeclaredControl, InsertedOptions
+from midus_hf.memories.flops import SOFTMAX, layer_norm, linear, top_k
+from midus_hf.memories.options import (
+    ADDRESSING_HELP,
+    RANDOM_SLOTS,
+    Addressing,
+    DeclaredControl,
+    InsertedOptions,
+    package_only,
+)
 from midus_hf.memories.registry import register_memory
 
 QueryNorm = Literal["none", "batch", "layer"]
@@ -113,6 +120,21 @@ class MidusHmlOptions(RetrievalOptions):
             "value_transform": DeclaredTensor((heads, width, width), "transform", Normal(1.0 / math.sqrt(width))),
         }
 
+    @package_only
+    def values_read(self, sizes: ModelSizes) -> int:
+        return sizes.num_heads * self.k * (sizes.hidden_size // sizes.num_heads)
+
+    @package_only
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        """Count the operations; like the op, transform each token's sum, or each row if rows are fewer."""
+        rows, width = batch * tokens, sizes.hidden_size // sizes.num_heads
+        transformed = min(rows, self.n * self.n) * sizes.num_heads
+        return {
+            **sub_key_flops(rows * sizes.num_heads, self.n, self.query_width(sizes), self.k),
+            "values": linear(rows * sizes.num_heads, self.k, width) + linear(transformed, width, width),
+            **weighing_flops(self, sizes, rows),
+        }
+
 
 @dataclass(kw_only=True)
 class SharedValueOptions(RetrievalOptions):
@@ -135,6 +157,26 @@ class SharedValueOptions(RetrievalOptions):
             "value_bank": DeclaredTensor((slots, hidden), "value", ZEROS),
         }
 
+    @package_only
+    def values_read(self, sizes: ModelSizes) -> int:
+        return sizes.num_heads * self.k * sizes.hidden_size
+
+    @package_only
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        """Count the operations; every query is compared with every flat key of its head, or with sub-keys."""
+        rows, hidden = batch * tokens, sizes.hidden_size
+        return {
+            "query projection": linear(rows, hidden, hidden),
+            "values": linear(rows, sizes.num_heads * self.k, hidden),
+            **self.choosing_flops(rows * sizes.num_heads, self.query_width(sizes)),
+            **weighing_flops(self, sizes, rows),
+        }
+
+    @package_only
+    def choosing_flops(self, queries: int, query_width: int) -> dict[str, int]:
+        """Count the operations of `queries` that are compared with keys, and of the choice of k values for each."""
+        raise NotImplementedError
+
 
 @register_memory("midus-linear")
 @dataclass(kw_only=True)
@@ -154,6 +196,10 @@ class MidusLinearOptions(SharedValueOptions):
             "slot_keys": DeclaredTensor((sizes.num_heads, self.slots, width), "key", Uniform(1.0 / math.sqrt(width))),
         }
 
+    @package_only
+    def choosing_flops(self, queries: int, query_width: int) -> dict[str, int]:
+        return {"scores": linear(queries, query_width, self.slots), "choice": top_k(queries, self.slots, self.k)}
+
 
 @register_memory("midus-pkm")
 @dataclass(kw_only=True)
@@ -171,6 +217,10 @@ class MidusPkmOptions(SharedValueOptions):
             **sub_keys(sizes.num_heads, self.n, self.query_width(sizes)),
         }
 
+    @package_only
+    def choosing_flops(self, queries: int, query_width: int) -> dict[str, int]:
+        return sub_key_flops(queries, self.n, query_width, self.k)
+
 
 def weighing_flops(options: RetrievalOptions, sizes: ModelSizes, rows: int) -> dict[str, int]:
     """Count the operations of the query norm, in any mode, the softmax over slots and the residual adds."""
@@ -187,51 +237,4 @@ def sub_key_flops(queries: int, n: int, query_width: int, k: int) -> dict[str, i
     return {
         "scores": 2 * linear(queries, query_width // 2, n),
         "choice": 2 * top_k(queries, n, k) + queries * k * k + top_k(queries, k * k, k),
-    }
-
-
-@values_read_of(MidusHmlOptions)
-def midus_hml_values_read(options: MidusHmlOptions, sizes: ModelSizes) -> int:
-    return sizes.num_heads * options.k * (sizes.hidden_size // sizes.num_heads)
-
-
-@flops_of(MidusHmlOptions)
-def midus_hml_flops(
-    options: MidusHmlOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
-) -> dict[str, int]:
-    """Count the operations; like the op, transform each token's sum, or each row if rows are fewer."""
-    rows, width = batch * tokens, sizes.hidden_size // sizes.num_heads
-    transformed = min(rows, options.n * options.n) * sizes.num_heads
-    return {
-        **sub_key_flops(rows * sizes.num_heads, options.n, options.query_width(sizes), options.k),
-        "values": linear(rows * sizes.num_heads, options.k, width) + linear(transformed, width, width),
-        **weighing_flops(options, sizes, rows),
-    }
-
-
-@values_read_of(SharedValueOptions)
-def shared_values_read(options: SharedValueOptions, sizes: ModelSizes) -> int:
-    return sizes.num_heads * options.k * sizes.hidden_size
-
-
-@flops_of(SharedValueOptions)
-def shared_value_flops(
-    options: SharedValueOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
-) -> dict[str, int]:
-    """Count the operations; every query is compared with every flat key of its head, or with sub-keys."""
-    rows, queries, hidden = batch * tokens, batch * tokens * sizes.num_heads, sizes.hidden_size
-    width = options.query_width(sizes)
-    if isinstance(options, MidusLinearOptions):
-        choosing = {
-            "scores": linear(queries, width, options.slots),
-            "choice": top_k(queries, options.slots, options.k),
-        }
-    else:
-        assert isinstance(options, MidusPkmOptions)
-        choosing = sub_key_flops(queries, options.n, width, options.k)
-    return {
-        "query projection": linear(rows, hidden, hidden),
-        "values": linear(rows, sizes.num_heads * options.k, hidden),
-        **choosing,
-        **weighing_flops(options, sizes, rows),
     }

@@ -9,7 +9,7 @@ from torch import nn
 
 from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.decode_cache import MAX_CACHED, DecodeCache, decode_cache_of
+from midus_hf.memories.decode_cache import MAX_CACHED, DecodeCache
 from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.hosting.service import Reports, RouterReport, Service, States, Tables, Tokens, WholeSequences
 from midus_hf.memories.hosting.sites import BehindAttention, BehindLayer
@@ -24,6 +24,7 @@ from midus_hf.memories.moc.pooling import (
     pool_tokens,
 )
 from midus_hf.memories.module import MemoryModule, random_directions
+from midus_hf.memories.options import package_only
 from midus_hf.memories.registry import register_layer
 from midus_hf.ops.dispatch.calling import wide_dtype, without_autocast
 from midus_hf.ops.moc.op import chapter_attention
@@ -176,6 +177,14 @@ class MocMemory(MemoryModule):
         balance = self.options.router_aux_loss_coef * balance_loss(candidates, chosen - first, counts)
         report(logits, balance + self.options.router_z_loss_coef * z_loss(candidates, counts))
 
+    @package_only
+    def make_decode_cache(self) -> DecodeCache | None:
+        """Return a cache for keys and values of the whole bank; None for a large bank."""
+        if 2 * self.options.memory_tokens * self.num_heads * self.head_dim > MAX_CACHED:
+            return None
+        names = ("bank", "key_projection.weight", "value_projection.weight")
+        return DecodeCache(names, partial(derive_all, self.options))
+
 
 def _memory_rows(
     options: MocOptions,
@@ -226,12 +235,3 @@ def z_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return logits' mean squared log-sum-exp over tokens (ST-MoE, eq. 5); arguments as of `balance_loss`."""
     squares = logits.to(wide_dtype(logits)).logsumexp(-1).square()
     return (squares * counts).sum() / counts.sum().clamp(min=1)
-
-
-@decode_cache_of(MocMemory)
-def projected_bank(memory: MocMemory) -> DecodeCache | None:
-    """Return a cache for keys and values of the whole bank; None for a large bank."""
-    if 2 * memory.options.memory_tokens * memory.num_heads * memory.head_dim > MAX_CACHED:
-        return None
-    names = ("bank", "key_projection.weight", "value_projection.weight")
-    return DecodeCache(names, partial(derive_all, memory.options))

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, ModelSizes, Normal
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
-from midus_hf.memories.flops import attention_products, attention_weights, flops_of, linear
-from midus_hf.memories.options import MemoryOptions, head_projections
+from midus_hf.memories.flops import attention_products, attention_weights, linear
+from midus_hf.memories.options import MemoryOptions, head_projections, package_only
 from midus_hf.memories.registry import register_memory
 
 _DEPTH_STD = 0.02
@@ -109,16 +109,13 @@ class ModaOptions(MemoryOptions):
                 f"layers is {list(layers)}; expected two or more, for a layer reads what another in front of it wrote."
             )
 
-
-@flops_of(ModaOptions)
-def moda_flops(
-    options: ModaOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
-) -> dict[str, int]:
-    slots, width = len(options.slots_read(index)), sizes.num_heads * sizes.head_dim
-    written = len(options.projected) if index + 1 < count else 0
-    key_width = sizes.num_key_value_heads * sizes.head_dim
-    return {
-        "depth attention": attention_products(batch, tokens, slots, width)
-        + attention_weights(batch, sizes.num_heads, tokens, slots),
-        "slot projections": 2 * written * linear(batch * tokens, sizes.hidden_size, key_width, options.bias),
-    }
+    @package_only
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        slots, width = len(self.slots_read(index)), sizes.num_heads * sizes.head_dim
+        written = len(self.projected) if index + 1 < count else 0
+        key_width = sizes.num_key_value_heads * sizes.head_dim
+        return {
+            "depth attention": attention_products(batch, tokens, slots, width)
+            + attention_weights(batch, sizes.num_heads, tokens, slots),
+            "slot projections": 2 * written * linear(batch * tokens, sizes.hidden_size, key_width, self.bias),
+        }

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
-from midus_hf.memories.bank import MemoryFiles, register_memory_files
-from midus_hf.memories.flops import attention_products, attention_weights, flops_of
-from midus_hf.memories.options import MemoryOptions, head_projections
+from midus_hf.memories.bank import MemoryFiles
+from midus_hf.memories.flops import attention_products, attention_weights
+from midus_hf.memories.options import MemoryOptions, head_projections, package_only
 from midus_hf.memories.registry import Memories, register_memory
 
 
@@ -51,8 +52,27 @@ class PacksOptions(MemoryOptions):
             if getattr(self, name) < number:
                 raise RequestError(f"{name} is {getattr(self, name)}; expected {expected}.")
 
+    @package_only
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        slots, width = self.open * _TOKENS_PER_PACK, sizes.num_heads * sizes.head_dim
+        return {
+            "packs": attention_products(batch, tokens, slots, width)
+            + attention_weights(batch, sizes.num_heads, tokens, slots)
+        }
 
-@register_memory_files(PacksOptions)
+    @classmethod
+    @package_only
+    def memory_files(cls) -> Any:
+        return GlossaryFile
+
+    @classmethod
+    @package_only
+    def paged_layer(cls) -> Any:
+        from midus_hf.memories.packs.paged import PagedPacksMemory
+
+        return PagedPacksMemory
+
+
 class GlossaryFile(MemoryFiles):
     """The glossary, one file in the folder of the weights."""
 
@@ -74,14 +94,3 @@ def has_glossary(memories: Memories) -> bool:
 
 
 _TOKENS_PER_PACK = 128  # that FLOPs are counted for
-
-
-@flops_of(PacksOptions)
-def packs_flops(
-    options: PacksOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
-) -> dict[str, int]:
-    slots, width = options.open * _TOKENS_PER_PACK, sizes.num_heads * sizes.head_dim
-    return {
-        "packs": attention_products(batch, tokens, slots, width)
-        + attention_weights(batch, sizes.num_heads, tokens, slots)
-    }

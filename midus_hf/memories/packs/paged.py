@@ -40,7 +40,7 @@ from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.placing import OpenPacks, PackPart
 from midus_hf.memories.packs.reading import RECORDING
 from midus_hf.memories.packs.store import KeptPacks, PackStore
-from midus_hf.memories.registry import Memories, register_paged_layer
+from midus_hf.memories.registry import Memories
 
 _CACHES = ("auto", "float16", "bfloat16", "float32")
 _MAX_TOKENS_AT_ONCE = 256
@@ -239,7 +239,6 @@ class OpenedPass(NamedTuple):
     name: str
 
 
-@register_paged_layer(PacksOptions)
 class PagedPacksMemory(PacksMemory):
     """A layer's part of packs: tokens that read packs attend again, to cache and packs in one softmax."""
 

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from midus_hf.config.declared_tensors import ModelSizes
-from midus_hf.memories.decode_cache import MAX_CACHED, DecodeCache, decode_cache_of
+from midus_hf.memories.decode_cache import MAX_CACHED, DecodeCache
 from midus_hf.memories.hosting.service import ScaledInitialisation, Tables
 from midus_hf.memories.hosting.sites import BesideFeedForward, Skip
 from midus_hf.memories.module import MemoryModule, random_directions
+from midus_hf.memories.options import package_only
 from midus_hf.memories.registry import register_layer
 from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
 from midus_hf.ops.dispatch.calling import without_autocast
@@ -107,6 +108,14 @@ class UltraMemV2Memory(MemoryModule):
         first = self.options.first_row(self.index, table_rows)
         return (slots + first) % table_rows if first else slots
 
+    @package_only
+    def make_decode_cache(self) -> DecodeCache | None:
+        """Return a cache for keys and vectors; None for many keys."""
+        if 2 * self.row_keys.numel() > MAX_CACHED:
+            return None
+        names = ("row_keys", "column_keys", "key_norm_weight", "core", "row_vector")
+        return DecodeCache(names, keys_and_vectors, as_stored=True)
+
 
 def keys_and_vectors(
     row_keys: torch.Tensor,
@@ -139,12 +148,3 @@ def _scores(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _normalised_query(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + _QUERY_EPS) * gain
-
-
-@decode_cache_of(UltraMemV2Memory)
-def normalised_keys_and_vectors(memory: UltraMemV2Memory) -> DecodeCache | None:
-    """Return a cache for keys and vectors; None for many keys."""
-    if 2 * memory.row_keys.numel() > MAX_CACHED:
-        return None
-    names = ("row_keys", "column_keys", "key_norm_weight", "core", "row_vector")
-    return DecodeCache(names, keys_and_vectors, as_stored=True)

@@ -6,13 +6,11 @@ import torch
 from safetensors.torch import save_file
 
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from midus_hf.memories.bank import MemoryFiles, register_memory_files
-from tests.upscalers.offset.options import OffsetOptions
+from midus_hf.memories.bank import MemoryFiles
 
 FILE = "vector.safetensors"
 
 
-@register_memory_files(OffsetOptions)
 class OffsetFile(MemoryFiles):
     """The vector, in one file."""
 

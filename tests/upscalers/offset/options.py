@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from midus_hf.memories.options import MemoryOptions
+from midus_hf.memories.options import MemoryOptions, package_only
 from midus_hf.memories.registry import register_memory
 
 
@@ -15,3 +15,10 @@ class OffsetOptions(MemoryOptions):
 
     def tensors(self, sizes):
         return {}
+
+    @classmethod
+    @package_only
+    def memory_files(cls):
+        from tests.upscalers.offset.bank_files import OffsetFile
+
+        return OffsetFile
