@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from midus_hf.cli.command_line import Device, argument, cli_option, command_line, flag, run_command
+from midus_hf.cli.command_line import Device, Termination, argument, cli_option, command_line, flag, run_command
 from midus_hf.config.errors import RequestError, first_line
 from midus_hf.files.checkpoint_files import TREE_FILES
 from midus_hf.memories.packs.names import is_text
@@ -34,7 +34,7 @@ def midus_ask(
     """Ask a model, and print its answer as it is written.
 
     Each token is the likeliest. Without QUESTION, each line of standard input is the next turn of a conversation, to its end
-    (Ctrl-D). With --questions, each line of a file is a question of its own. The model is loaded once.
+    (Ctrl-D); Ctrl-C stops an answer. With --questions, each line of a file is a question of its own. The model is loaded once.
 
     A model with a bank fetches the blocks of the question's topic, which are listed on standard error, as are the entries of a
     glossary that are read. The name of an entry in a question is also put before it, so that all its words read the entry.
@@ -73,7 +73,14 @@ def midus_ask(
                 print(f"> {each}", flush=True)
             if not converses:
                 conversation = Conversation(loaded)
-            _ask(conversation, loaded, tokenizer, model, each, plain, max_new_tokens, fetched)
+            try:
+                _ask(conversation, loaded, tokenizer, model, each, plain, max_new_tokens, fetched)
+            except KeyboardInterrupt as interruption:
+                if isinstance(interruption, Termination) or not (converses and sys.stdin.isatty()):
+                    raise
+                print(
+                    "\nstopped: question and answer are not part of the conversation; Ctrl-D ends it", file=sys.stderr
+                )
 
 
 def _turns() -> Iterator[str]:

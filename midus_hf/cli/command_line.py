@@ -203,9 +203,13 @@ def _lasting_output() -> Iterator[list[str]]:
         sys.stdout, sys.stderr = before
 
 
+class Termination(KeyboardInterrupt):
+    """Interruption by SIGTERM, which ends a command where Ctrl-C only stops an answer."""
+
+
 @contextlib.contextmanager
 def _termination_interrupts() -> Iterator[list[int]]:
-    """Let SIGTERM raise `KeyboardInterrupt`, unless ignored; yield a list of the signals that arrive."""
+    """Let SIGTERM raise `Termination`, unless ignored; yield a list of the signals that arrive."""
     terminations: list[int] = []
     process = os.getpid()
     # Python handles signals only in the main thread.
@@ -219,7 +223,7 @@ def _termination_interrupts() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         terminations.append(number)
-        raise KeyboardInterrupt
+        raise Termination
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

@@ -13,6 +13,7 @@ from tokenizers import processors
 from topics.trees import random_tree
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from midus_hf.cli.command_line import Termination
 from midus_hf.evaluation.asking import Conversation
 from midus_hf.models import saved_models
 from tests.tiny import save_tiny_model
@@ -204,6 +205,34 @@ def test_conversation_reads_turns_until_input_ends(of_chats, ask, model, monkeyp
         assert (status, out) == (2 if message else 0, "") and message in err
     status, out, err = ask(model)
     assert (status, out) == (2, "") and "which has no chat template for a conversation; expected QUESTION." in err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stdin", "stop", "status"),
+    [(Terminal, KeyboardInterrupt, 0), (Terminal, Termination, 130), (io.StringIO, KeyboardInterrupt, 130)],
+)
+def test_ctrl_c_at_a_terminal_stops_only_the_answer(stdin, stop, status, of_chats, ask, monkeypatch):
+    tokenizer, folder = of_chats
+    monkeypatch.setattr("sys.stdin", stdin("Is it iron?\nIs it steel?\n"))
+    answer, answered = Conversation.answer, []
+
+    def interrupted_once(*arguments, **options):
+        answered.append(arguments)
+        if len(answered) == 1:
+            raise stop
+        return answer(*arguments, **options)
+
+    monkeypatch.setattr(Conversation, "answer", interrupted_once)
+    ended, out, err = ask(folder)
+    assert ended == status
+    second = answer_of(folder, "Ironing.\n(Q) Steel\nIs it steel?\n(A)", tokenizer)
+    assert (second in out) == (status == 0)
+    assert ("stopped: question and answer are not part of the conversation" in err) == (status == 0)
 
 
 def test_name_of_one_entry_stands_before_a_question_in_a_chat(of_chats, ask):

@@ -227,7 +227,9 @@ def test_uncountable_flops_are_refused(changes, tokens, batch, message):
     with pytest.raises(ValueError, match=message):
         estimate_flops(config, tokens, batch)
     uncounted = type("UncountedOptions", (MemoryOptions,), {"type": "uncounted"})()
-    with pytest.raises(ValueError, match="the FLOPs of memory type 'uncounted' are unknown; expected a method flops of"):
+    with pytest.raises(
+        ValueError, match="the FLOPs of memory type 'uncounted' are unknown; expected a method flops of"
+    ):
         of_memory(uncounted)
 
 
