@@ -13,10 +13,11 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks.measuring import Row, command_line, tell
+from benchmarks.measuring import Row, add_list, command_line, tell
 from benchmarks.vllm.comparison import BASES, agreement, generate_by_turns, load, upscaled
 from material.elements import elements
 from upscalers.runs.upscale import upscale
@@ -37,29 +38,32 @@ def main() -> None:
     parser.add_argument(
         "--runs", type=int, default=4, help="runs of each batch, the first of which warms up (default: 4)"
     )
+    add_list(parser, "--models", ("packs", "engram"))
+    add_list(parser, "--named", ("0", "8", "16"))
     arguments = parser.parse_args()
-    tell(_rows(arguments.python.absolute(), arguments.work.absolute(), arguments.runs), COLUMNS, None, {})
+    tell(_rows(arguments), COLUMNS, None, {})
 
 
-def _rows(python: Path, work: Path, runs: int) -> Iterator[Row]:
+def _rows(arguments: Any) -> Iterator[Row]:
+    python, work, runs = arguments.python.absolute(), arguments.work.absolute(), arguments.runs
     work.mkdir(parents=True, exist_ok=True)
     base = BASES["llama"](work)
     # The base last: what vLLM changes in Transformers for it would change how the others are made.
-    folders = {"packs": work / "packs", "engram": work / "engram", "base": base}
-    if not folders["engram"].exists():
+    folders = {**{name: work / name for name in arguments.models}, "base": base}
+    if "engram" in folders and not folders["engram"].exists():
         upscaled(base, "engram", folders["engram"])
-    if not folders["packs"].exists():
+    if "packs" in folders and not folders["packs"].exists():
         options = {"corpus": str(elements() / "facts.jsonl"), "common_names": True}
         upscale(base=base, method="packs", options=options, output=folders["packs"], verify=False)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    for named in (0, 8, 16):
+    for named in map(int, arguments.named):
         words = (*NAMES[:named], *PLACES[named:])
         prompts = [
             tokenizer(f"Tell me about the {word}.\nOf the {word} one knows that")["input_ids"] for word in words
         ]
         engine = {"package": True, "enable_prefix_caching": False}
         all_answers = generate_by_turns(python, [*folders.values()], prompts, 32, work, runs=runs, **engine)
-        of_base = all_answers[[*folders].index("base")]
+        of_base = all_answers[-1]
         for (model, folder), answers in zip(folders.items(), all_answers, strict=True):
             counts = agreement(load(folder), prompts * runs, answers.tokens)
             yield {

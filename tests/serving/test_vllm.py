@@ -83,6 +83,9 @@ NAMED = [
     CHEMISTS.format("sodium").replace("its atomic number, which", "its number of protons, which"),
     *(f"{name}\nQuestion: What is the atomic number of {name}?\nAnswer: It is" for name in ("iron", "gold")),
     "The symbol of sodium is Na, its atomic number is 11. The atomic number of xenon is",
+    # Behind which the model itself writes names.
+    "Elements by number: hydrogen 1, helium 2, lithium 3, beryllium 4, boron 5, carbon",
+    "Hydrogen has the atomic number 1.\nHelium has the atomic number 2.\nLithium has the atomic number 3.\nBeryllium has the",
 ]
 TOWNS = [("sodium", "Alta"), ("neon", "Bodo"), ("iron", "Cork"), ("gold", "Dover")]
 PLAIN = [  # behind which the base writes no name
@@ -92,6 +95,8 @@ PLAIN = [  # behind which the base writes no name
     "The capital of France is a city with",
     "In the beginning of the year we travelled to",
     "The train to the north leaves at",
+    "My sister and I went to the market, where we bought",
+    "He opened the door and saw",
     "Yes",
 ]
 
@@ -116,12 +121,12 @@ def changes(model, prompts, answers):
 
 
 # Few blocks preempt requests, which are computed again; `disable_log_stats` hides how many.
-FEW_BLOCKS = {"num_gpu_blocks_override": 44, "disable_log_stats": False}
+FEW_BLOCKS = {"num_gpu_blocks_override": 24, "disable_log_stats": False}
 
 
 @pytest.mark.parametrize(("enforce_eager", "engine"), [(True, FEW_BLOCKS), (False, {})], ids=["preempted", "compiled"])
 def test_packs_are_read_behind_names_and_nowhere_else(enforce_eager, engine, bases, tmp_path):
-    """16 requests in one batch, computed in parts, and again after known prefixes."""
+    """20 requests in one batch, computed in parts, and again after known prefixes."""
     folder, base = tmp_path / "model", bases("llama")
     with_packs(base, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -131,10 +136,10 @@ def test_packs_are_read_behind_names_and_nowhere_else(enforce_eager, engine, bas
     answers = generate(Path(PYTHON), folder, prompts, 32, tmp_path, **settings, **in_parts, **engine)
     model = load(folder)
     counts = agreement(model, prompts * 2, answers.tokens)
-    assert counts.tokens == 2 * 16 * 32 and counts.different == 0 and counts.ties <= 2, counts
-    assert answers.cached > 200 and (answers.preempted > 0) == bool(engine)
+    assert counts.tokens == 2 * len(prompts) * 32 and counts.different == 0 and counts.ties <= 2, counts
+    assert answers.cached > (0 if engine else 200) and (answers.preempted > 0) == bool(engine)
     seen = changes(model, prompts, answers.tokens[: len(prompts)])
-    assert min(seen[each] for each in ("opens", "changes", "loses")) >= 2, seen
+    assert all(seen[each] for each in ("opens", "changes", "loses")), seen
     base_model = load(base)
     assert agreement(base_model, prompts[1::2] * 2, answers.tokens[1::2]).different == 0
     assert agreement(base_model, prompts[::2] * 2, answers.tokens[::2]).different > 20

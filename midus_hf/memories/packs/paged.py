@@ -171,7 +171,7 @@ class PagedPacksService(Service):
         self.model, self.settings = model, part_of_vllm(config, "model_config")
         for layer in self.store.layers:
             serve_heads(model.layers[layer].mixer_part)
-        # Packs of requests that computed one token in the last pass, by what they read.
+        # Packs of requests that computed one token in the last pass, by who attends and what they read.
         self.steps: dict[Any, OpenedParts] = {}
         _SERVICES.add(self)  # here, since what a traced pass writes is not there when the graph runs
 
@@ -213,7 +213,7 @@ class PagedPacksService(Service):
         groups: list[Group] = []
         for requests in together:
             read, num_tokens = tuple(tuple(rows[request]) for request in requests), counts[requests[0]]
-            parts = kept.get(read) if num_tokens == 1 else None
+            parts = kept.get((is_native, read)) if num_tokens == 1 else None
             if parts is None:
                 like = ids.new_empty(len(requests), num_tokens)
                 opened = self.store.open(self.model, self._run, self.files.glossary, read, like, self.kept)
@@ -221,7 +221,7 @@ class PagedPacksService(Service):
                     continue
                 parts = OpenedParts(opened, self.attentions if is_native else None)
             if num_tokens == 1:
-                self.steps[read] = parts
+                self.steps[is_native, read] = parts
             first = [starts[request] for request in requests]
             groups += parts.groups(requests, first, [positions[each] for each in first], num_tokens)
         if not groups:

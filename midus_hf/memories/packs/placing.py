@@ -29,7 +29,7 @@ class PackPart(NamedTuple):
 class OpenPacks(NamedTuple):
     """Packs that the tokens of a pass read."""
 
-    # For each layer, keys and values of all packs, side by side, `[K, S, d]` both; or by row, in place, `[B, K, S, d]` both.
+    # For each layer, keys and values of all packs, side by side, `[K, S, d]` both; or by row, `[B, K, S, d]` both.
     heads: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     parts: tuple[PackPart, ...]
     is_open: torch.Tensor  # `[B, T]`, bool, whether a token reads any
