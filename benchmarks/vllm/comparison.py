@@ -41,13 +41,16 @@ class EngineFailed(RuntimeError):
 class Answers(NamedTuple):
     """The tokens that follow each prompt, run by run; the seconds of each run, and of loading the model.
 
-    `cached` is the number of tokens of prompts that the last run found computed, in vLLM's prefix cache.
+    `cached` is the number of tokens of prompts that the last run found computed, in vLLM's prefix cache; `preempted` is how often
+    requests were preempted, 0 unless `disable_log_stats` is false. `cpu_seconds` are those of the process, if models share one.
     """
 
     tokens: list[list[int]]
     seconds: list[float]
     load_seconds: float
     cached: int
+    preempted: int
+    cpu_seconds: list[float]
 
     @property
     def rates(self) -> list[float]:
@@ -99,7 +102,25 @@ def generate(
     Raises:
         EngineFailed: If the engine ends without a result.
     """
-    request = {"model": str(model), "prompts": prompts, "max_tokens": max_tokens, "runs": runs}
+    return generate_by_turns(python, [model], prompts, max_tokens, work, runs=runs, package=package, **engine)[0]
+
+
+def generate_by_turns(
+    python: Path,
+    models: Sequence[Path],
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    work: Path,
+    *,
+    runs: int = 1,
+    package: bool = False,
+    **engine: Any,
+) -> list[Answers]:
+    """Return what vLLM generates with each of several models in one process, run by run in turn.
+
+    Arguments and errors are those of `generate`.
+    """
+    request = {"models": [*map(str, models)], "prompts": prompts, "max_tokens": max_tokens, "runs": runs}
     request["engine"] = ENGINE | engine
     request_file, result_file = work / "request.json", work / "result.json"
     request_file.write_text(json.dumps(request), encoding="utf-8")
@@ -115,8 +136,7 @@ def generate(
         run = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
     if run.returncode or not result_file.exists():
         raise EngineFailed("\n".join((run.stdout + run.stderr).splitlines()[-400:]))
-    result = json.loads(result_file.read_text(encoding="utf-8"))
-    return Answers(result["tokens"], result["seconds"], result["load_seconds"], result["cached"])
+    return [Answers(**result) for result in json.loads(result_file.read_text(encoding="utf-8"))]
 
 
 def package_path(work: Path) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,13 @@ from tiny import prompt, tiny_model
 from transformers import AutoModel
 
 from midus_hf.memories.hosting import vllm
-from midus_hf.memories.hosting.vllm import CachedHeads
+from midus_hf.memories.hosting.vllm import find_layout
+from midus_hf.memories.packs import kept_readings, paged_reads, store
 from midus_hf.memories.packs.glossary import Glossary
+from midus_hf.memories.packs.reading import Pack
 from midus_hf.memories.packs.store import KeptPacks
+from midus_hf.ops.dispatch.calling import op_choices
+from midus_hf.ops.dispatch.library import why_missing
 
 ENGRAM = {"type": "engram", "layers": [0, 1], "rows": 97, "width": 8, "hash_heads": 2}
 FAMILIES = ["llama", "gemma3", "qwen2"]
@@ -128,6 +133,63 @@ def test_prefix_computed_in_the_same_pass_is_read(order, make, engine):
     torch.testing.assert_close(torch.cat([first, second]), expected[:20], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_packs_are_attended_to_by_each_body(backend, family, engine, monkeypatch):
+    if backend == "native" and why_missing():
+        pytest.skip(why_missing())
+    calls, attend = [], paged_reads.native_paged_attention
+    monkeypatch.setattr(paged_reads, "native_paged_attention", lambda *each: (calls.append(each), attend(*each)))
+    model, tokens = with_packs(family), prompt()
+    expected, stack = whole_passes(model, tokens), served(engine, model)
+    with op_choices(backend=backend):
+        torch.testing.assert_close(in_parts(engine, stack, tokens, PASSES), expected, rtol=1e-4, atol=1e-5)
+    assert bool(calls) == (backend == "native")
+
+
+def test_text_of_an_entry_is_read_once_for_all_requests(engine, monkeypatch):
+    """Requests with other words before the name read only these."""
+    tokenizer, passes = chat_tokenizer(), Counter()
+    model = pack_model("llama", torch.float32, tokenizer=tokenizer)
+    stack, record = served(engine, model, tokenizer), kept_readings.record_pass
+
+    def record_and_count(run, ids, positions, cache):
+        passes["words" if cache.get_seq_length() else "texts"] += 1
+        return record(run, ids, positions, cache)
+
+    counts = []
+    for number, words in enumerate(("is it", "or is it", "is it")):
+        tokens = torch.tensor([tokenizer(f"(Q) {words} #\n(A) So; no")["input_ids"]])
+        expected = whole_passes(model, tokens)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(kept_readings, "record_pass", record_and_count)
+            blocks = [*range(10 * number + 1, 10 * number + 10)]
+            output = run_pass(engine, stack, tokens, [(0, blocks, 0, tokens.shape[1])])
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+        counts.append(dict(passes))
+        passes.clear()
+    first, other_words, again = counts
+    assert first["texts"] > 0 and first["words"] > 0 and [*other_words] == ["words"] and again == {}
+
+
+def test_packs_that_are_kept_are_bounded_in_bytes(monkeypatch):
+    heads = ((torch.zeros(2, 5, 8), torch.zeros(2, 5, 8)),)
+    monkeypatch.setattr(store, "_MAX_KEPT_BYTES", 3 * 2 * heads[0][0].nbytes)
+    kept, read = KeptPacks(), []
+
+    def take(*keys):
+        read.clear()
+        packs = kept.take(
+            dict.fromkeys(keys), lambda missing: (read.extend(missing), dict.fromkeys(missing, Pack(heads, 0)))[1]
+        )
+        assert [*packs] == [*keys]
+        return [*read]
+
+    assert take("a", "b", "c") == ["a", "b", "c"] and take("a") == []
+    assert take("d") == ["d"] and take("a", "c", "d") == [] and take("b") == ["b"]
+    assert take("e", "f", "g", "h") == ["e", "f", "g", "h"]  # more than the bound, which this pass needs
+
+
 @torch.no_grad()
 def test_tokens_without_an_open_pack_keep_the_bits_of_the_engine(engine):
     tokenizer, outputs = tiny_tokenizer(), []
@@ -176,8 +238,8 @@ def test_attention_sinks_are_refused_when_the_glossary_is_opened(engine, tmp_pat
 def test_cache_that_holds_no_single_numbers_is_refused(monkeypatch):
     monkeypatch.setattr(vllm, "version", lambda name: "0.32.0")
     attention, write = Attention("first"), Attention.write
-    CachedHeads(attention)
+    find_layout(attention)
     attention.impl.do_kv_cache_update = lambda layer, key, *rest: write(layer, key // 2, *rest)
     message = r"CPU_ATTN does not hold keys .*vLLM 0.32.0, torch.float32.*; expected one that does"
     with pytest.raises(ValueError, match=message):
-        CachedHeads(attention)
+        find_layout(attention)

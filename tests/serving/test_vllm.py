@@ -1,7 +1,9 @@
 """vLLM itself on what upscaling writes: `make test-vllm`, with its Python in `VLLM_PYTHON`."""
 
+import json
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,13 @@ from benchmarks.vllm.comparison import (
     EngineFailed,
     agreement,
     generate,
+    generate_by_turns,
     load,
     package_path,
     upscaled,
 )
 from material.elements import elements
+from midus_hf.memories.packs.opening import OpeningTracker
 from upscalers.runs.upscale import upscale
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
@@ -79,7 +83,11 @@ NAMED = [
     CHEMISTS.format("sodium").replace("its atomic number, which", "its number of protons, which"),
     *(f"{name}\nQuestion: What is the atomic number of {name}?\nAnswer: It is" for name in ("iron", "gold")),
     "The symbol of sodium is Na, its atomic number is 11. The atomic number of xenon is",
+    # Behind which the model itself writes names.
+    "Elements by number: hydrogen 1, helium 2, lithium 3, beryllium 4, boron 5, carbon",
+    "Hydrogen has the atomic number 1.\nHelium has the atomic number 2.\nLithium has the atomic number 3.\nBeryllium has the",
 ]
+TOWNS = [("sodium", "Alta"), ("neon", "Bodo"), ("iron", "Cork"), ("gold", "Dover")]
 PLAIN = [  # behind which the base writes no name
     *(CHILDREN.format(place) for place in ("north", "city")),
     "Fellow-citizens of the Senate and of the House of Representatives, I thank you",
@@ -87,31 +95,74 @@ PLAIN = [  # behind which the base writes no name
     "The capital of France is a city with",
     "In the beginning of the year we travelled to",
     "The train to the north leaves at",
+    "My sister and I went to the market, where we bought",
+    "He opened the door and saw",
     "Yes",
 ]
 
 
-def with_packs(base, folder):
-    options = {"corpus": str(elements() / "facts.jsonl"), "common_names": True}
+def with_packs(base, folder, corpus=None):
+    options = {"corpus": str(corpus or elements() / "facts.jsonl"), "common_names": True}
     upscale(base=base, method="packs", options=options, output=folder, verify=False)
 
 
-@pytest.mark.parametrize("enforce_eager", [True, False])
-def test_packs_are_read_behind_names_and_nowhere_else(enforce_eager, bases, tmp_path):
-    """16 requests in one batch, computed in parts, and again after known prefixes."""
+def changes(model, prompts, answers):
+    """How often a generated token opened an entry where none was open, changed what is open, and left nothing open."""
+    service, counts = model.model.services["open_packs"], Counter()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tracker, packs = OpeningTracker(service.files.glossary, service.store.options), []
+        for position, token in enumerate([*prompt, *answer]):
+            tracker.read(token, position)
+            packs.append(tracker.pack())
+        for before, after in zip(packs[len(prompt) - 1 :], packs[len(prompt) :], strict=False):
+            if before != after:
+                counts["opens" if before is None else "loses" if after is None else "changes"] += 1
+    return counts
+
+
+# Few blocks preempt requests, which are computed again; `disable_log_stats` hides how many.
+FEW_BLOCKS = {"num_gpu_blocks_override": 24, "disable_log_stats": False}
+
+
+@pytest.mark.parametrize(("enforce_eager", "engine"), [(True, FEW_BLOCKS), (False, {})], ids=["preempted", "compiled"])
+def test_packs_are_read_behind_names_and_nowhere_else(enforce_eager, engine, bases, tmp_path):
+    """20 requests in one batch, computed in parts, and again after known prefixes."""
     folder, base = tmp_path / "model", bases("llama")
     with_packs(base, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer(text)["input_ids"] for pair in zip(NAMED, PLAIN, strict=True) for text in pair]
     in_parts = {"enable_prefix_caching": True, "max_num_batched_tokens": 48, "block_size": 32}
     settings = {"runs": 2, "package": True, "enforce_eager": enforce_eager}
-    answers = generate(Path(PYTHON), folder, prompts, 32, tmp_path, **settings, **in_parts)
-    counts = agreement(load(folder), prompts * 2, answers.tokens)
-    assert counts.tokens == 2 * 16 * 32 and counts.different == 0 and counts.ties <= 2, counts
-    assert answers.cached > 200
+    answers = generate(Path(PYTHON), folder, prompts, 32, tmp_path, **settings, **in_parts, **engine)
+    model = load(folder)
+    counts = agreement(model, prompts * 2, answers.tokens)
+    assert counts.tokens == 2 * len(prompts) * 32 and counts.different == 0 and counts.ties <= 2, counts
+    assert answers.cached > (0 if engine else 200) and (answers.preempted > 0) == bool(engine)
+    seen = changes(model, prompts, answers.tokens[: len(prompts)])
+    assert all(seen[each] for each in ("opens", "changes", "loses")), seen
     base_model = load(base)
     assert agreement(base_model, prompts[1::2] * 2, answers.tokens[1::2]).different == 0
     assert agreement(base_model, prompts[::2] * 2, answers.tokens[::2]).different > 20
+
+
+def test_two_models_of_a_process_read_their_own_entries(bases, tmp_path):
+    """The same names with other texts, asked by turns."""
+    facts = [
+        {"name": name, "text": f"{name} is a town in the north, and {place} is near it."} for name, place in TOWNS
+    ]
+    corpus = tmp_path / "towns.jsonl"
+    corpus.write_text("".join(json.dumps(fact) + "\n" for fact in facts), encoding="utf-8")
+    folders = [tmp_path / "elements", tmp_path / "towns"]
+    for folder, texts in zip(folders, (None, corpus), strict=True):
+        with_packs(bases("llama"), folder, texts)
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    prompts = [tokenizer(f"Tell me about {name}.\nOf {name} one knows that")["input_ids"] for name, _ in TOWNS]
+    all_answers = generate_by_turns(Path(PYTHON), folders, prompts, 24, tmp_path, runs=2, package=True)
+    for folder, answers, others in zip(folders, all_answers, reversed(all_answers), strict=True):
+        model = load(folder)
+        counts = agreement(model, prompts * 2, answers.tokens)
+        assert counts.tokens == 2 * 4 * 24 and counts.different == 0, counts
+        assert agreement(model, prompts * 2, others.tokens).different > 10
 
 
 @pytest.mark.parametrize(("method", "options", "message"), [

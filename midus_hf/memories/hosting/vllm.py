@@ -23,6 +23,7 @@ from midus_hf.memories.hosting.heads import WITH_MEMORY, AttentionHost
 from midus_hf.memories.hosting.parts import Keywords
 from midus_hf.memories.hosting.service import Hosted, HostStack, Service
 from midus_hf.memories.registry import Memories
+from midus_hf.ops.paged_attention.native import BlockLayout
 
 if TYPE_CHECKING:  # vLLM may be absent
     from vllm.config import VllmConfig
@@ -135,8 +136,8 @@ class Slots:
         self.position = lengths[self.request] - self.starts[self.request + 1] + tokens
         self.own = torch.where(mapping < 0, self.num_slots, mapping.long())
 
-    def at(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Return the slots of positions of requests."""
+    def at(self, request: torch.Tensor | int, position: torch.Tensor) -> torch.Tensor:
+        """Return the slots of positions of requests, or of one."""
         number = (position // self.block_size).clamp(0, self.block_table.shape[1] - 1)
         slots = self.block_table[request, number] * self.block_size + position % self.block_size
         return torch.where(position < 0, self.num_slots, slots)
@@ -153,66 +154,64 @@ def pass_storage() -> dict[str, Any]:
     return _read_context("additional_kwargs")
 
 
-def blocks_of_pass(layer: str, requests: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the first blocks of requests of the pass that runs in the cache of a layer, `[N, count]`."""
-    return _read_context("attn_metadata")[layer].block_table[requests, :count].long()
+def block_table_of_pass(layer: str) -> torch.Tensor:
+    """Return the blocks of the requests of the current pass in the cache of a layer, `[R, n]`."""
+    return _read_context("attn_metadata")[layer].block_table
 
 
-class CachedHeads:
-    """Where the numbers of keys and values lie in a block of vLLM's cache, which is up to its backend.
+def find_layout(attention: "VllmAttention") -> BlockLayout:
+    """Return where the numbers of keys and values lie in a block of vLLM's cache, which is up to its backend.
 
     The backend's own function writes numbers into a block; where they are found gives a stride per token, head and feature. A cache
     without such strides, quantised or with packed pairs, is refused.
     """
-
-    def __init__(self, attention: "VllmAttention"):
-        cache = part_of_vllm(attention, "kv_cache")
-        _, heads, tokens, both = cache.shape
-        self.sizes = tokens, heads, both // 2
-        count = tokens * heads * (both // 2)
-        block = torch.zeros_like(cache[:1])
-        numbers = torch.arange(1, 2 * count + 1, device=cache.device)
-        found = torch.zeros(block.numel(), dtype=torch.int64, device=cache.device)
-        slots = torch.arange(tokens, device=cache.device)
-        write = part_of_vllm(attention, "impl.do_kv_cache_update")
-        for digit in range(4):  # of 7 bits, which every dtype holds exactly
-            written = (numbers // 128**digit % 128).to(cache.dtype).view(2, *self.sizes)
-            write(attention, written[0], written[1], block, slots)
-            found += block.flatten().round().long() * 128**digit
-        order = found.argsort()[-2 * count :]
-        self.strides: list[tuple[int, ...]] = []
-        is_strided = torch.equal(found[order], numbers)
-        for places in order.view(2, *self.sizes):
-            first = int(places[0, 0, 0])
-            steps = [
-                int(places.select(each, min(1, size - 1)).flatten()[0]) - first for each, size in enumerate(self.sizes)
-            ]
-            expected = first + sum(
-                torch.arange(size, device=cache.device).view([-1 if at == each else 1 for at in range(3)]) * step
-                for each, (size, step) in enumerate(zip(self.sizes, steps, strict=True))
-            )
-            is_strided = is_strided and torch.equal(places, torch.as_tensor(expected))
-            self.strides.append((first, *steps))
-        if not is_strided:
-            backend = part_of_vllm(attention, "attn_backend").get_name()
-            raise RequestError(
-                f"the cache of vLLM's {backend} does not hold keys and values number by number (vLLM {_version()}, {cache.dtype}), "
-                "which packs read; expected one that does. Pass --dtype float32, or serve the model with `transformers serve`."
-            )
-
-    def read(self, cache: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values in the blocks `[R, n]` of a cache, `[R, n, K, N, d]` both."""
-        read = cache[blocks].contiguous()
-        whole, (tokens, heads, width) = read[0, 0].numel(), self.sizes
-        keys, values = (
-            read.as_strided(
-                (*blocks.shape, heads, tokens, width),
-                (blocks.shape[1] * whole, whole, of_head, of_token, of_feature),
-                first,
-            )
-            for first, of_token, of_head, of_feature in self.strides
+    cache = part_of_vllm(attention, "kv_cache")
+    _, heads, tokens, both = cache.shape
+    sizes = tokens, heads, both // 2
+    count = tokens * heads * (both // 2)
+    block = torch.zeros_like(cache[:1])
+    numbers = torch.arange(1, 2 * count + 1, device=cache.device)
+    found = torch.zeros(block.numel(), dtype=torch.int64, device=cache.device)
+    slots = torch.arange(tokens, device=cache.device)
+    write = part_of_vllm(attention, "impl.do_kv_cache_update")
+    for digit in range(4):  # of 7 bits, which every dtype holds exactly
+        written = (numbers // 128**digit % 128).to(cache.dtype).view(2, *sizes)
+        write(attention, written[0], written[1], block, slots)
+        found += block.flatten().round().long() * 128**digit
+    order = found.argsort()[-2 * count :]
+    strides: list[tuple[int, int, int, int]] = []
+    is_strided = torch.equal(found[order], numbers)
+    for places in order.view(2, *sizes):
+        first = int(places[0, 0, 0])
+        steps = [int(places.select(each, min(1, size - 1)).flatten()[0]) - first for each, size in enumerate(sizes)]
+        expected = first + sum(
+            torch.arange(size, device=cache.device).view([-1 if at == each else 1 for at in range(3)]) * step
+            for each, (size, step) in enumerate(zip(sizes, steps, strict=True))
         )
-        return keys, values
+        is_strided = is_strided and torch.equal(places, torch.as_tensor(expected))
+        strides.append((first, steps[0], steps[1], steps[2]))
+    if not is_strided:
+        backend = part_of_vllm(attention, "attn_backend").get_name()
+        raise RequestError(
+            f"the cache of vLLM's {backend} does not hold keys and values number by number (vLLM {_version()}, {cache.dtype}), "
+            "which packs read; expected one that does. Pass --dtype float32, or serve the model with `transformers serve`."
+        )
+    return BlockLayout(sizes, *strides)
+
+
+def read_blocks(cache: torch.Tensor, layout: BlockLayout, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values in the blocks `[R, n]` of a cache, `[R, n, K, N, d]` both."""
+    read = cache[blocks].contiguous()
+    whole, (tokens, heads, width) = read[0, 0].numel(), layout.sizes
+    keys, values = (
+        read.as_strided(
+            (*blocks.shape, heads, tokens, width),
+            (blocks.shape[1] * whole, whole, of_head, of_token, of_feature),
+            first,
+        )
+        for first, of_token, of_head, of_feature in (layout.keys, layout.values)
+    )
+    return keys, values
 
 
 class ServedHeads(AttentionHost):

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +12,10 @@ from midus_hf.memories.hosting.heads import SequenceHeads
 from midus_hf.memories.hosting.parts import Keywords, arguments_of_pass
 from midus_hf.memories.hosting.service import Hosted, HostStack, Service, folder_of_checkpoint
 from midus_hf.memories.hosting.vllm import (
-    CachedHeads,
     Slots,
     SlotStates,
-    blocks_of_pass,
     check_engine,
+    find_layout,
     first_attention,
     part_of_vllm,
     pass_storage,
@@ -25,6 +24,7 @@ from midus_hf.memories.hosting.vllm import (
     slots_of_pass,
 )
 from midus_hf.memories.packs.glossary_files import GlossaryFiles
+from midus_hf.memories.packs.kept_readings import KeptReadings
 from midus_hf.memories.packs.layer import PacksMemory
 from midus_hf.memories.packs.opening import (
     NamedEntries,
@@ -37,23 +37,14 @@ from midus_hf.memories.packs.opening import (
     states_tensor,
 )
 from midus_hf.memories.packs.options import PacksOptions
-from midus_hf.memories.packs.placing import OpenPacks, PackPart
+from midus_hf.memories.packs.paged_reads import Group, NativeReads, OpenedParts, TorchReads
 from midus_hf.memories.packs.reading import RECORDING
 from midus_hf.memories.packs.store import KeptPacks, PackStore
 from midus_hf.memories.registry import Memories
+from midus_hf.ops.dispatch.calling import resolve
+from midus_hf.ops.paged_attention.native import BlockLayout, native_refusal
 
 _CACHES = ("auto", "float16", "bfloat16", "float32")
-_MAX_TOKENS_AT_ONCE = 256
-
-
-class Group(NamedTuple):
-    """Requests of a pass whose tokens read packs, with as many tokens each: N requests, T' tokens."""
-
-    opened: OpenPacks  # with a row for each
-    requests: torch.Tensor  # `[N]`, numbers of the requests
-    tokens: torch.Tensor  # `[N, T']`, numbers of the tokens in the row of the pass
-    positions: torch.Tensor  # `[N, T']`
-    lengths: torch.Tensor  # `[N]`, tokens of each request up to the last of the pass
 
 
 class SlotOpenings:
@@ -61,52 +52,77 @@ class SlotOpenings:
 
     def __init__(self, name: str, options: PacksOptions):
         self._name, self._options = name, options
+        # Of requests of the last pass, by the slots of their last tokens, and the table that these slots are of.
+        self._trackers: dict[int, OpeningTracker] = {}
+        self._table: torch.Tensor | None = None
 
     def read(
         self, glossary: NamedEntries, attention: Any, slots: Slots, ids: torch.Tensor
     ) -> dict[int, list[Reading]]:
         """Return what requests' tokens read, after prefixes that this pass computes; keep ids and openings."""
-        options = self._options
         numbers = ids.long() + 1
         tokens_kept = slot_table(attention, f"{self._name}.ids", slots, numbers)
-        openings_kept = slot_table(attention, f"{self._name}.open", slots, numbers.new_zeros(1, *state_shape(options)))
-        starts = slots.starts.tolist()
-        requests = [request for request in range(len(starts) - 1) if starts[request] < starts[request + 1]]
+        none_open = numbers.new_zeros(1, *state_shape(self._options))
+        openings_kept = slot_table(attention, f"{self._name}.open", slots, none_open)
+        starts, tokens, own = slots.starts.tolist(), ids.tolist(), slots.own.tolist()
         tokens_kept[slots.own[: starts[-1]]] = numbers[: starts[-1]]
         tokens_kept[-1] = 0
+        positions = slots.position.tolist()
+        requests = [request for request in range(len(starts) - 1) if starts[request] < starts[request + 1]]
         number = torch.tensor(requests, device=ids.device)
-        first = slots.position[slots.starts[number]]
-        back = torch.arange(glossary.lookback_tokens, 0, -1, device=ids.device)
-        before = slots.at(number[:, None], first[:, None] - back)
-        ids_before = (tokens_kept[before] - 1).tolist()
-        open_before = openings_kept[before[:, -1]].cpu()
-        tokens, positions, own = ids.tolist(), slots.position.tolist(), slots.own.tolist()
+        before = slots.at(number, slots.position[slots.starts[number]] - 1).tolist()
+        coming = {*own[: starts[-1]]} - {slots.num_slots}
+        known, self._trackers = self._trackers if self._table is tokens_kept else {}, {}
+        self._table = tokens_kept
+        known = {
+            slot: each for slot, each in known.items() if slot not in coming and each.scan.index is glossary.index
+        }
         rows: dict[int, list[Reading]] = {}
         states: dict[int, RowState] = {}  # after the tokens of the pass, by slot
-        waiting = deque(enumerate(requests))
-        coming = {*own[: starts[-1]]} - {slots.num_slots}
+        waiting = deque(zip(requests, before, strict=True))
         while waiting:
-            at, request = waiting.popleft()
-            span, last = slice(starts[request], starts[request + 1]), int(before[at, -1])
+            request, last = waiting.popleft()
             if last in coming:
-                waiting.append((at, request))
+                waiting.append((request, last))
                 continue
-
-            def earlier(first: int, end: int, number: torch.Tensor = number[at, None, None]) -> list[int]:
-                there = slots.at(number, torch.arange(first, end, device=ids.device)[None])
-                return (tokens_kept[there[0]] - 1).tolist()
-
-            state = states[last] if last in states else state_of(open_before[at])
-            names = OpeningTracker(glossary, options, state, earlier)
-            there = range(max(positions[span.start] - glossary.lookback_tokens, 0), positions[span.start])
-            names.read_before(ids_before[at][glossary.lookback_tokens - len(there) :], there)
-            rows[request], after = readings_of(names, tokens[span], positions[span], None)
+            span = slice(starts[request], starts[request + 1])
+            tracker = known.pop(last, None)
+            if tracker is None:
+                state = states[last] if last in states else state_of(openings_kept[last].cpu())
+                tracker = self._tracker(glossary, slots, request, positions[span.start], state)
+            rows[request], after = readings_of(tracker, tokens[span], positions[span], None)
             states |= zip(own[span], after, strict=True)
             coming -= {*own[span]}
-        opened = states_tensor([[*states.values()]], options)[0].to(ids.device)
+            self._trackers[own[span.stop - 1]] = tracker
+        opened = states_tensor([[*states.values()]], self._options)[0].to(ids.device)
         openings_kept[torch.tensor([*states], device=ids.device)] = opened
         openings_kept[-1] = 0
         return rows
+
+    def _tracker(
+        self, glossary: NamedEntries, slots: Slots, request: int, position: int, state: RowState
+    ) -> OpeningTracker:
+        """Return what a request has open before a position, after which a state is kept."""
+        table = self._table
+        assert table is not None
+
+        def earlier(first: int, end: int) -> list[int]:
+            there = slots.at(request, torch.arange(first, end, device=table.device))
+            return (table[there] - 1).tolist()
+
+        tracker = OpeningTracker(glossary, self._options, state, earlier)
+        first = max(position - glossary.lookback_tokens, 0)
+        tracker.read_before(earlier(first, position), range(first, position))
+        return tracker
+
+
+class SharedReadings(KeptReadings):
+    """Readings of texts for the requests of a model, whose weights stand still, by any thread."""
+
+    @property
+    def is_open(self) -> bool:
+        """True: each pass reads what is kept."""
+        return True
 
 
 # The services of all models, for an operation that compilers do not look into: vLLM tells it the attention of its own model.
@@ -123,6 +139,7 @@ class PagedPacksService(Service):
         self.files = model.services[GlossaryFiles.key]
         self.store = PackStore(model, hosted)
         self.openings = SlotOpenings(self.store.name, self.store.options)
+        self.store.readings = SharedReadings()
         self.kept = KeptPacks()
         others = [
             name
@@ -154,7 +171,8 @@ class PagedPacksService(Service):
         self.model, self.settings = model, part_of_vllm(config, "model_config")
         for layer in self.store.layers:
             serve_heads(model.layers[layer].mixer_part)
-        self.heads: dict[str, CachedHeads] = {}
+        # Packs of requests that computed one token in the last pass, by who attends and what they read.
+        self.steps: dict[Any, OpenedParts] = {}
         _SERVICES.add(self)  # here, since what a traced pass writes is not there when the graph runs
 
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Any:
@@ -176,51 +194,72 @@ class PagedPacksService(Service):
         return any(getattr(part, "attn", None) is attention for part in parts)
 
     @torch.no_grad()
-    def groups(self, ids: torch.Tensor, layer: str) -> list[Group]:
-        """Return the requests of the pass that runs whose tokens read packs, from the ids `[T]` of its tokens."""
+    def find_reads(self, ids: torch.Tensor, layer: str) -> TorchReads | NativeReads | None:
+        """Return what tokens of the pass that runs read, from their ids `[T]`; None if they read nothing."""
         if self.files.glossary is None:  # vLLM makes the model of its config, and loads the weights itself
             self._begin()
         attention, slots = slots_of_pass(layer)
         if slots is None:
-            return []
+            return None
         rows = self.openings.read(self.files.glossary, attention, slots, ids)
-        starts = slots.starts.tolist()
-        spans = {
-            request: range(starts[request], starts[request + 1]) for request, readings in rows.items() if readings
-        }
-        steps = [request for request, tokens in spans.items() if len(tokens) == 1]
-        apart = [[request] for request in spans if request not in steps]
-        groups = (self._group(slots, ids, rows, spans, each) for each in (*apart, *([steps] if steps else [])))
-        return [group for group in groups if group is not None]
+        starts, positions = slots.starts.tolist(), slots.position.tolist()
+        counts = {request: starts[request + 1] - starts[request] for request, readings in rows.items() if readings}
+        steps = [request for request, count in counts.items() if count == 1]
+        together = [[request] for request in counts if request not in steps]
+        # C takes requests as they are; for PyTorch, those that compute one token are stacked.
+        is_native = self._is_native(attention.kv_cache)
+        together += [[request] for request in steps] if is_native else [steps] if steps else []
+        kept, self.steps = self.steps, {}
+        groups: list[Group] = []
+        for requests in together:
+            read, num_tokens = tuple(tuple(rows[request]) for request in requests), counts[requests[0]]
+            parts = kept.get((is_native, read)) if num_tokens == 1 else None
+            if parts is None:
+                like = ids.new_empty(len(requests), num_tokens)
+                opened = self.store.open(self.model, self._run, self.files.glossary, read, like, self.kept)
+                if opened is None:
+                    continue
+                parts = OpenedParts(opened, self.attentions if is_native else None)
+            if num_tokens == 1:
+                self.steps[is_native, read] = parts
+            first = [starts[request] for request in requests]
+            groups += parts.groups(requests, first, [positions[each] for each in first], num_tokens)
+        if not groups:
+            return None
+        return NativeReads(groups) if is_native else TorchReads(groups)
+
+    @cached_property
+    def attentions(self) -> list[Any]:
+        """The attention of each layer with packs, once vLLM has made the model."""
+        return [self.model.layers[layer].mixer_part for layer in self.store.layers]
+
+    @cached_property
+    def layouts(self) -> dict[str, BlockLayout]:
+        """Layouts of blocks in vLLM's cache, once there is one, by the name of the layer."""
+        return {each.attn.layer_name: find_layout(each.attn) for each in self.attentions}
+
+    def _is_native(self, cache: torch.Tensor) -> bool:
+        """Return whether compiled C attends to packs and such a cache."""
+        refusal = next(filter(None, map(native_refusal, self.layouts.values())), None)
+        return cache.dtype == self.model.dtype and resolve("auto", cache, native_refusal=refusal) == "native"
+
+    def attend(
+        self, output: torch.Tensor, query: torch.Tensor, reads: TorchReads | NativeReads, layer: str, index: int
+    ) -> None:
+        """Overwrite rows of tokens that read packs, by a layer and its number among those with packs."""
+        reads.attend(output, query, index, self.attentions[index], self.layouts[layer])
 
     def _begin(self) -> None:
         settings = self.settings
         options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
         with torch.device("cpu"):
             self.files.open_bank(folder_of_checkpoint(settings.model, options, self.files.files), options)
-        for layer in self.store.layers:
-            attention = self.model.layers[layer].mixer_part
+        for attention in self.attentions:
             if part_of_vllm(attention, "attn.has_sink"):
                 raise RequestError(
                     "this model has attention sinks, which packs in vLLM leave out; expected a model without. Serve it with "
                     "`transformers serve`."
                 )
-
-    def _group(
-        self,
-        slots: Slots,
-        ids: torch.Tensor,
-        rows: Mapping[int, list[Reading]],
-        spans: Mapping[int, range],
-        requests: Sequence[int],
-    ) -> Group | None:
-        """Return requests that have as many tokens each as a group; None if they read nothing."""
-        tokens = torch.tensor([list(spans[request]) for request in requests], device=ids.device)
-        number = torch.tensor(requests, device=ids.device)
-        read = [rows[request] for request in requests]
-        opened = self.store.open(self.model, self._run, self.files.glossary, read, ids[tokens], self.kept)
-        positions = slots.position[tokens]
-        return None if opened is None else Group(opened, number, tokens, positions, positions[:, -1] + 1)
 
     def _run(self, **arguments: Any) -> None:
         """Run a pass over texts, which attends by torch and does not read vLLM's cache."""
@@ -262,7 +301,7 @@ def find_open_packs(ids: torch.Tensor, layer: str, name: str) -> torch.Tensor:
     """Find the packs that the tokens `[T]` of a pass read, and leave them in its context."""
     attention, _ = slots_of_pass(layer)
     service = next(each for each in _SERVICES if each.serves(attention))
-    pass_storage()[f"midus.{name}"] = service, service.groups(ids, layer)
+    pass_storage()[f"midus.{name}"] = service, service.find_reads(ids, layer)
     return ids.new_zeros(1)
 
 
@@ -276,63 +315,11 @@ def attend_again(
     output: torch.Tensor, query: torch.Tensor, opened: torch.Tensor, layer: str, name: str, index: int
 ) -> None:
     """Overwrite rows of tokens that read packs in attention's output `[T, H d]`, from queries `[H, T, d]`."""
-    service, groups = pass_storage()[f"midus.{name}"]
-    for group in groups:
-        for part in group.opened.parts:
-            tokens = range(group.tokens.shape[1])[part.tokens]
-            for first in range(tokens.start, tokens.stop, _MAX_TOKENS_AT_ONCE):
-                some = slice(first, min(first + _MAX_TOKENS_AT_ONCE, tokens.stop))
-                within = slice(some.start - tokens.start, some.stop - tokens.start)
-                bias = None if part.bias is None else part.bias[:, within]
-                of_some = part._replace(reads=part.reads[:, within], bias=bias)
-                _attend(output, query, service, group, of_some, some, layer, index)
+    service, reads = pass_storage()[f"midus.{name}"]
+    if reads is not None:
+        service.attend(output, query, reads, layer, index)
 
 
 @attend_again.register_fake
 def _(output: torch.Tensor, query: torch.Tensor, opened: torch.Tensor, layer: str, name: str, index: int) -> None:
     return None
-
-
-def _attend(
-    output: torch.Tensor,
-    query: torch.Tensor,
-    service: PagedPacksService,
-    group: Group,
-    part: PackPart,
-    some: slice,
-    layer: str,
-    index: int,
-) -> None:
-    """Overwrite rows of some tokens of a part of a group; S keys of requests, and S' of packs."""
-    module = service.model.layers[service.store.layers[index]].mixer_part
-    attention = module.attn
-    if layer not in service.heads:
-        service.heads[layer] = CachedHeads(attention)
-    block_size = service.heads[layer].sizes[0]
-    num_blocks = -(-int(group.lengths.max()) // block_size)
-    blocks = blocks_of_pass(layer, group.requests, num_blocks)
-    keys, values = service.heads[layer].read(attention.kv_cache, blocks)  # [N, n, K, tokens, d]
-    place = torch.arange(num_blocks * block_size, device=query.device)
-    is_there = place < group.lengths[:, None]  # [N, S]
-    # What else lies in the last block may be no number.
-    values = torch.where(is_there.view(*blocks.shape, 1, -1, 1), values, 0)
-    positions, tokens = group.positions[:, some, None], group.tokens[:, some]
-    is_read = place <= positions  # [N, T', S]
-    if attention.sliding_window is not None:
-        is_read = is_read & (place > positions - attention.sliding_window)
-    pack_keys, pack_values = group.opened.of(index, part, module)
-    asked = query[:, tokens].transpose(0, 1).unflatten(1, (pack_keys.shape[1], -1)).flatten(2, 3)  # [N, K, G T', d]
-    of_sequence = (asked[:, None] @ keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4).flatten(3)  # [N, K, G T', S]
-    scores = torch.cat([asked @ pack_keys.transpose(-1, -2), of_sequence], -1).float() * attention.impl.scale
-    scores = scores.unflatten(2, (-1, tokens.shape[1]))  # [N, K, G, T', S' + S]
-    num_slots = pack_keys.shape[2]
-    if part.bias is not None:
-        scores[..., :num_slots] += part.bias[:, None, None]
-    is_read = torch.cat([part.reads, is_read], -1)[:, None, None]
-    shares = scores.masked_fill(~is_read, float("-inf")).softmax(-1).flatten(2, 3).to(values.dtype)
-    of_packs, of_sequence = shares[..., :num_slots], shares[..., num_slots:]
-    of_sequence = of_sequence.unflatten(-1, (num_blocks, block_size)).permute(0, 3, 1, 2, 4)  # [N, n, K, G T', tokens]
-    read = of_packs @ pack_values + (of_sequence @ values).sum(1)  # [N, K, G T', d]
-    read = read.unflatten(2, (-1, tokens.shape[1])).permute(0, 3, 1, 2, 4).flatten(2)  # [N, T', H d]
-    reads = part.reads.any(-1)
-    output[tokens[reads]] = read[reads].to(output.dtype)

@@ -29,7 +29,7 @@ class PackPart(NamedTuple):
 class OpenPacks(NamedTuple):
     """Packs that the tokens of a pass read."""
 
-    # For each layer, keys and values of all packs, side by side, `[K, S, d]` both; or by row, in place, `[B, K, S, d]` both.
+    # For each layer, keys and values of all packs, side by side, `[K, S, d]` both; or by row, `[B, K, S, d]` both.
     heads: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     parts: tuple[PackPart, ...]
     is_open: torch.Tensor  # `[B, T]`, bool, whether a token reads any
@@ -45,11 +45,17 @@ class OpenPacks(NamedTuple):
             keys = moved_by(attention, keys, part.angles[self.kinds[layer]])
         return keys, values
 
-    def in_place(self, attentions: Sequence[Any]) -> "OpenPacks":
-        """Return packs of one part whose keys are at their places, for many passes."""
-        (part,) = self.parts
-        heads = tuple(self.of(layer, part, attention) for layer, attention in enumerate(attentions))
-        return self._replace(heads=heads, parts=(part._replace(slots=None, angles=None),))
+    def by_layer(self, part: PackPart, attentions: Sequence[Any]) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Return what `of` returns for each layer; keys of all layers are moved at once if they have one shape."""
+        still = part._replace(angles=None)
+        heads = [self.of(layer, still, each) for layer, each in enumerate(attentions)]
+        kinds = {(keys.shape, each.config.rotates) for (keys, _), each in zip(heads, attentions, strict=True)}
+        if part.angles is None or len(kinds) > 1:
+            return tuple(self.of(layer, part, each) for layer, each in enumerate(attentions))
+        moved = moved_by(
+            attentions[0], torch.cat([keys for keys, _ in heads]), part.angles[list(self.kinds)].flatten(0, 1)
+        )
+        return tuple(zip(moved.split(len(heads[0][0])), (values for _, values in heads), strict=True))
 
     def to(self, device: Any, non_blocking: bool = False) -> "OpenPacks":
         """Return the packs on another device."""
@@ -82,8 +88,8 @@ def open_packs(
     """
     rows = [[each for each in row if each.pack in packs] for row in rows]
     read = {each.pack: packs[each.pack] for row in rows for each in row}
-    ends = itertools.accumulate(pack.heads[0][0].shape[1] for pack in read.values())
-    firsts = dict(zip(read, (0, *ends), strict=False))
+    ends = [0, *itertools.accumulate(pack.heads[0][0].shape[1] for pack in read.values())]
+    firsts = dict(zip(read, ends, strict=False))
     heads = tuple(
         tuple(torch.cat([pack.heads[layer][part] for pack in read.values()], 1).to(device, dtype) for part in (0, 1))
         for layer in range(len(angles))
@@ -103,6 +109,9 @@ def open_packs(
         turned = turned.to(device, torch.promote_types(dtype, torch.float32))
         added = bias.to(device) if bias.any() else None
         parts.append(PackPart(tokens, slots.to(device), reads.to(device), added, turned))
+    if len(rows) == len(parts) == 1 and parts[0].reads.shape[2] == ends[-1]:  # nothing to gather
+        parts[0] = parts[0]._replace(slots=None)
+        heads = tuple((keys[None], values[None]) for keys, values in heads)
     return OpenPacks(heads, tuple(parts), is_open.to(device), is_whole, tuple(kinds.tolist()))  # type: ignore[arg-type]
 
 

@@ -12,8 +12,8 @@ from midus_hf.memories.packs.opening import PackKey, Reading
 from midus_hf.memories.packs.placing import OpenPacks, open_packs
 from midus_hf.memories.packs.reading import RECORDING, Pack, PackReader
 
-# Maximum number of tokens of packs that are kept with a cache, if a pass reads no more: those that were read last.
-_MAX_KEPT_TOKENS = 1 << 15
+# Maximum number of bytes of packs that are kept with a cache, if a pass reads no more: those that were read last.
+_MAX_KEPT_BYTES = 1 << 30
 
 
 class KeptPacks:
@@ -32,10 +32,10 @@ class KeptPacks:
         if missing := [key for key in wanted if key not in packs]:
             packs |= read(missing)
         self._packs |= packs
-        num_tokens = 0
+        num_bytes = 0
         for key, pack in reversed([*self._packs.items()]):
-            num_tokens += pack.heads[0][0].shape[1]
-            if num_tokens > _MAX_KEPT_TOKENS and key not in packs:
+            num_bytes += sum(part.nbytes for both in pack.heads for part in both)
+            if num_bytes > _MAX_KEPT_BYTES and key not in packs:
                 del self._packs[key]
         return packs
 
@@ -94,7 +94,8 @@ class PackStore:
         angles = self._reader.angles(run, model.dtype, device)
         opened = open_packs(rows, num_tokens, packs, angles, self.options, device, model.dtype)
         if num_tokens == 1:
-            opened = opened.in_place([model.layers[layer].mixer_part for layer in self.layers])
+            heads = opened.by_layer(opened.parts[0], [model.layers[layer].mixer_part for layer in self.layers])
+            opened = opened._replace(heads=heads, parts=(opened.parts[0]._replace(slots=None, angles=None),))
             kept.step = key, opened
         return opened
 

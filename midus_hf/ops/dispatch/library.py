@@ -19,7 +19,8 @@ from midus_hf.ops.dispatch.build import CACHE_VARIABLE, X86, NotBuilt, built_lib
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)  # dtypes that compiled C computes with
 _FUNCTIONS = tuple(
-    f"midus_{name}" for name in ("lookup", "score_gradients", "weighted_rows", "gathered_products", "row_sums")
+    f"midus_{name}"
+    for name in ("lookup", "score_gradients", "weighted_rows", "gathered_products", "row_sums", "paged_attention")
 )
 _loading = threading.Lock()
 _library: ctypes.CDLL | None = None
@@ -81,9 +82,9 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _structure(addresses: str, numbers: str, more: str = "") -> struct.Struct:
-    """Return a structure of named pointers (0 for none), 64-bit integers, and fields with codes `more`."""
-    return struct.Struct(f"@{len(addresses.split())}P{len(numbers.split())}q{more}")
+def _structure(addresses: str, numbers: str, more: str = "", reals: str = "") -> struct.Struct:
+    """Return a structure of named pointers (0 for none), doubles, 64-bit integers, and fields with codes `more`."""
+    return struct.Struct(f"@{len(addresses.split())}P{len(reals.split())}d{len(numbers.split())}q{more}")
 
 
 _OWN = "32x"  # fields that C fills in a copy: `struct tables` and the number of groups of heads
@@ -113,13 +114,23 @@ GATHERS_CALL = _structure(
     "tokens rows width k factors_token narrow factors_narrow slot_bytes threads",
     "8x",  # passes
 )
+# `struct paged_attention` in `paged_attention/native.c`.
+PAGED_ATTENTION_CALL = _structure(
+    "query cache output parts",
+    "layer count heads group width block_tokens block_bytes query_token query_head output_token cache_block "
+    "first_key key_head first_value value_head window narrow threads",
+    "24x",  # stretch, padded_width, columns
+    reals="scale",
+)
+# `struct part` there.
+PAGED_PART = _structure("tables reads bias blocks", "first tokens position extra")
 # Least product of tokens and heads for which threads are started: this takes as long as some hundreds of rows.
 _MIN_SHARED = 512
 
 _OUTSIDE = 2  # status that C returns if a slot is outside its table
 
 
-def run(name: str, structure: struct.Struct, rows: int, *fields: int) -> None:
+def run(name: str, structure: struct.Struct, rows: int, *fields: float) -> None:
     """Call a function of the loaded library with fields of a structure that ends in `threads`.
 
     As many threads work on `rows` rows, the product of tokens and heads, as torch has; on few rows one.
