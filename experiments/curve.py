@@ -171,7 +171,8 @@ def main() -> None:
         comparison = options_from_files(Comparison, [asked.config], asked.set)
         if asked.picture is not None:
             paths = sorted((Path(comparison.output_dir) / "runs").rglob("seed-*.json"))
-            results = [result for path in paths if (result := read_result(path.with_suffix("")))]
+            read = (read_result(path.with_suffix("")) for path in paths)
+            results = [result for result in read if result]
             asked.picture.write_bytes(draw(comparison, results))
             heading, *rows = (f"| {' | '.join(row)} |" for row in table_rows(comparison, results))
             print("\n".join([heading, f"|{'---|' * (heading.count('|') - 1)}", *rows]))

@@ -113,7 +113,8 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
             for before, word in zip(["", *line_words], line_words, strict=False):
                 option, equals, value = word.partition("=")
                 if not word or (word.startswith("--") and equals and not value):
-                    subject = option if word else before if before.startswith("-") else "an argument"
+                    named_before = before if before.startswith("-") else "an argument"
+                    subject = option if word else named_before
                     filling = "Fill it in (a shell gives nothing for a variable that is not set), or leave it out."
                     raise CommandExit(WRONG_REQUEST, f"{subject} is ''; expected a value. {filling}")
             # `app()` would treat an EOFError of the work as an interruption.

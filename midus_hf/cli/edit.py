@@ -94,7 +94,7 @@ def edit_chapters(
 ) -> None:
     from upscalers.edits import chapters as edits
 
-    edit = getattr(edits, str(context.command.name))
+    edit = {"zero": edits.zero, "prune": edits.prune}[str(context.command.name)]
     _show_edit(edit(_request(model, output, memory, overwrite), chapters), json_)
 
 
@@ -188,9 +188,9 @@ def edit_entries(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    from upscalers.edits import packs
+    from upscalers.edits.packs import add_entries, replace_entries, sync_entries
 
-    edit = getattr(packs, f"{context.command.name}_entries")
+    edit = {"add": add_entries, "replace": replace_entries, "sync": sync_entries}[str(context.command.name)]
     _show_entries(edit(_request(model, output, None, overwrite), corpus, common_names, protect), json_)
 
 

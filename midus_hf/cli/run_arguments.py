@@ -43,7 +43,10 @@ def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
         raise RequestError(
             f"{first!r} is a model; expected {texts.lower()}. Run 'midus {command} {texts} --model {first}'."
         )
-    given = read_mapping(first) if is_recipe else {data_key: first} if first else {}
+    if is_recipe:
+        given = read_mapping(first)
+    else:
+        given = {data_key: first} if first else {}
     keys = _with_flags(arguments_class, given, flags)
     if not is_recipe and first and keys[data_key] != first:
         raise RequestError(

@@ -356,7 +356,8 @@ def find_stages(comparison: Comparison, variants: Sequence[Variant]) -> tuple[li
 
 def read_results(runs: Iterable[Run], comparison: Comparison) -> list[Result]:
     """Return the results of the runs that are done."""
-    return [result for run in runs if (result := read_result(run.folder(comparison))) is not None]
+    read = (read_result(run.folder(comparison)) for run in runs)
+    return [result for result in read if result is not None]
 
 
 def count_runs(variant: Variant, comparison: Comparison) -> tuple[int, int]:

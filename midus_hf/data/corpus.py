@@ -392,9 +392,10 @@ def _read_files(
         with convert_read_errors(f"{key} is {str(path)!r}", remedy):
             builder = prepared(splits)
     except RequestError as error:
-        for file in read if path.is_dir() else ():  # the error of `datasets` does not say which file it is about
-            with convert_read_errors(f"{key} has the file {str(file)!r}", remedy):
-                prepared({"train": [file]})
+        if path.is_dir():  # the error of `datasets` does not say which file it is about
+            for file in read:
+                with convert_read_errors(f"{key} has the file {str(file)!r}", remedy):
+                    prepared({"train": [file]})
         if len(read) == 1:
             raise
         raise RequestError(

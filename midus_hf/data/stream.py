@@ -153,11 +153,12 @@ class StreamedSequences(IterableDataset):
             state = json.loads(file.metadata()["state"])
             has_digests = "texts_read" in file.keys()
             read = json.loads(file.get_tensor("texts_read").tobytes()) if has_digests else [None] * 3
-            lists = {
-                name: [each.copy() for each in np.split(file.get_tensor(name), np.cumsum(lengths)[:-1])]
-                for name in ["pieces", *self._new_packer().columns]
-                if len(lengths := file.get_tensor(f"{name}.lengths"))
-            }
+            lists = {}
+            for name in ["pieces", *self._new_packer().columns]:
+                lengths = file.get_tensor(f"{name}.lengths")
+                if len(lengths):
+                    arrays = np.split(file.get_tensor(name), np.cumsum(lengths)[:-1])
+                    lists[name] = [array.copy() for array in arrays]
         pieces = iter(lists.pop("pieces", []))
         self._rows = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
         self._compare(*read)

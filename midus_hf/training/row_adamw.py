@@ -94,7 +94,9 @@ class RowAdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         for state in self.state.values():
-            for key in _MOMENTS if "rows" in state else ():
+            if "rows" not in state:
+                continue
+            for key in _MOMENTS:
                 if state[key].untyped_storage().nbytes() > state[key].nbytes:
                     state[key] = state[key].clone()
         return super().state_dict()

@@ -146,7 +146,8 @@ def layout_from(native: Config, config: Any, layers: list[dict[str, LayerTensor]
     # The last layers may reuse keys and values of earlier ones of their type.
     types_or_blank = types or [""] * len(layers)
     first_shared = len(layers) - num_shared
-    sources = (  # of the keys and values that later layers take
+    # Of the keys and values that later layers take.
+    sources = (
         max((layer for layer in range(first_shared) if types_or_blank[layer] == each), default=first_shared)
         for each in {*types_or_blank[first_shared:]}
     )

@@ -113,7 +113,9 @@ def _find_related_blocks(
 ) -> dict[str, list[str]]:
     """Find what else trained on the topics' texts: remaining blocks, by where they are."""
     kept: dict[str, set[Node]] = {"above": set(), "same": set(), "below": set(), "generic": set()}
-    for name, nodes in left.items() if topics else ():
+    if not topics:
+        return {where: [] for where in kept}
+    for name, nodes in left.items():
         k = banks[name].layout.blocks.branching
         for node in nodes:
             if node[1] == GENERIC:

@@ -76,11 +76,12 @@ def strip(
             progress.stage("checking what was written", 1)
             write_part(source.folder, folder.partial, _base_config(upscaled, tensors, resized, progress), progress)
             changed: Any = record.get(CHANGED_KEY)
-            for name in CHANGED_FILES if isinstance(changed, dict) else ():
-                if isinstance(changed.get(name), str):
-                    (folder.partial / name).write_text(changed[name], encoding="utf-8")
-                elif name in changed:
-                    (folder.partial / name).unlink(missing_ok=True)
+            if isinstance(changed, dict):
+                for name in CHANGED_FILES:
+                    if isinstance(changed.get(name), str):
+                        (folder.partial / name).write_text(changed[name], encoding="utf-8")
+                    elif name in changed:
+                        (folder.partial / name).unlink(missing_ok=True)
             if record.get(REWRITTEN_KEY):
                 progress.note(
                     "the tokenizer's files are not the base's: they stay as transformers had loaded them, and tokenize text alike."

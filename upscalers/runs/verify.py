@@ -106,9 +106,8 @@ def _stream(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 def _path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
     banks = block_layouts(config.memories()) if getattr(config, "memory", None) else {}
-    for layout in banks.values():
-        return layout.blocks.path(layout.blocks.nodes(layout.num_levels) - 1)
-    return None
+    layout = next(iter(banks.values()), None)
+    return None if layout is None else layout.blocks.path(layout.blocks.nodes(layout.num_levels) - 1)
 
 
 class _StoredWeights(dict[str, StoredTensor]):

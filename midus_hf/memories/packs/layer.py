@@ -162,9 +162,8 @@ class PacksMemory(MemoryModule):
         for part in packs.parts:
             keys, values = packs.of(self.index, part, sequence.module)
             query = sequence.query[:, :, part.tokens]
-            scores = sequence_scores(
-                query, keys, part.reads.unsqueeze(1), False, sequence.scaling, softcap
-            )  # [B, H, T', S]
+            # [B, H, T', S]
+            scores = sequence_scores(query, keys, part.reads.unsqueeze(1), False, sequence.scaling, softcap)
             if part.bias is not None:
                 scores = scores + part.bias[:, None]
             is_empty = ~part.reads.any(-1)[:, None]  # [B, 1, T']

@@ -282,12 +282,12 @@ class NameScan:
         if before is not None and is_within and character.is_mark:
             character = character._replace(script=before.script)
         if self._ended:
-            goes_on = is_within and (character.is_mark or character.script != _WITH_PARTICLES)
-            for token, found in self._ended if goes_on else ():
-                if token == self._token:
-                    opens.remove(found)
-                else:
-                    closes.append(found)
+            if is_within and (character.is_mark or character.script != _WITH_PARTICLES):
+                for token, found in self._ended:
+                    if token == self._token:
+                        opens.remove(found)
+                    else:
+                        closes.append(found)
             self._ended = []
         if not is_within and character.folded != " ":
             self._begun.append(_PartialMatch(self.index.root, self._token, self.count, ""))

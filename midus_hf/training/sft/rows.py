@@ -133,7 +133,7 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> Non
                 "a template of tokens that it has."
             )
         begins = prefix_ids(tokenizer)[:1] == [tokenizer.bos_token_id]
-        tokenizer.chat_template = "{{ bos_token }}" * begins + CHATML
+        tokenizer.chat_template = "{{ bos_token }}" + CHATML if begins else CHATML
     elif named is not None:
         try:
             tokenizer.chat_template = Path(named).expanduser().read_text(encoding="utf-8")
@@ -223,7 +223,8 @@ def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
     if not isinstance(turns, list) or not all(are_pairs):
         raise RequestError(f"'history': {turns!r:.60}; expected a list of pairs of question and answer. Correct it")
     context = [column for column in ("input", "context") if row.get(column) is not None]
-    question = "\n\n".join(part for column in ("instruction", *context) if (part := _text(row, column)).strip())
+    parts = [_text(row, column) for column in ("instruction", *context)]
+    question = "\n\n".join(part for part in parts if part.strip())
     if not question:
         raise RequestError("an empty instruction; expected text. Fill it in")
     return [
