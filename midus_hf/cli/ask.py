@@ -99,6 +99,7 @@ def _check_text(question: str) -> None:
 
 
 def _lines_of(path: str) -> list[str]:
+    """Read a file of questions, a line each; - is standard input."""
     from midus_hf.data.corpus import KINDS
 
     if KINDS.get(Path(path).suffix.lower(), "text") != "text":

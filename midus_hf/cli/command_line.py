@@ -290,6 +290,7 @@ def show(result: Any, json_: bool, print_result: Callable[[Any], None], indent: 
 
 
 def show_tables(tables: "Sequence[TextTable]") -> None:
+    """Print tables that fit the terminal's width; those without rows are left out."""
     import rich.box
     from rich.console import Console
     from rich.table import Table

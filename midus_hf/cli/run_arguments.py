@@ -67,6 +67,7 @@ def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
 
 
 def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a recipe with those of flags, which win; refuse unknown ones."""
     parser = RunParser(arguments_class)
     names = [field.name for field in dataclasses.fields(arguments_class) if field.init]
     known = [*names, *_SHORT_NAMES]
@@ -100,6 +101,7 @@ def _not_a_key(name: str, known: Iterable[str]) -> str:
 
 
 def _short_run(arguments_class: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a run without a recipe gets by default; print the ones that are not given."""
     recorded = (record_of(saved_config(str(keys.get("model_name_or_path")))) or UpscaleRecord()).trainable
     chosen = _short_run_keys(arguments_class)
     if keys.get("learning_rate") is not None:

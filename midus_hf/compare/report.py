@@ -148,7 +148,8 @@ def cautions(findings: Findings) -> list[str]:
 
 def _is_at_end(chosen: Rate, rates: Sequence[Rate]) -> bool:
     for key, rate in chosen.items():
-        searched = {each[key] for each in rates if each.get(key) is not None}
+        values = (each.get(key) for each in rates)
+        searched = {value for value in values if value is not None}
         if len(searched) > 1 and rate in (min(searched), max(searched)):
             return True
     return False

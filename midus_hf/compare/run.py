@@ -209,6 +209,7 @@ def main(text: str) -> None:
 
 
 def _train(run: Run, comparison: Comparison) -> Result:
+    """Upscale, train and measure a run's model; return what was measured."""
     from midus_hf.training.output import rates_in
     from midus_hf.training.run import run_training
 

@@ -203,6 +203,7 @@ def _read_source(
     columns: Sequence[str] | None,
     names_files: bool,
 ) -> Any:
+    """Return the rows of one split of a file, folder or dataset; a stream of `columns` if given."""
     import datasets
 
     path = Path(source).expanduser()
@@ -257,6 +258,7 @@ def _read_source(
 
 
 def _streamed_rows(builder: Any, key: str, split: str | None, columns: Sequence[str]) -> Any:
+    """Return a stream of a builder's rows, with the file of each if the builder makes tables."""
     import datasets
 
     from midus_hf.data.readers import JsonReader, ParquetReader
@@ -372,6 +374,7 @@ def refuse_pointers(key: str, files: Sequence[Path]) -> None:
 def _read_files(
     key: str, path: Path, split: str | None, text_column: str | None, columns: Sequence[str] | None, names_files: bool
 ) -> Any:
+    """Return the rows of a file, or of a folder's files; name the one that cannot be read."""
     from midus_hf.data.readers import READERS, VERSION
 
     kind, splits, files = _select_files(key, path, has_text=text_column is not None)

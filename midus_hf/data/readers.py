@@ -99,6 +99,7 @@ class JsonReader(Json):
             raise RequestError("it has no rows")
 
     def _table(self, rows: list[dict[str, Any]], earlier_rows: int) -> pa.Table:
+        """Return rows as a table: columns with only texts as text, all others as JSON."""
         names = self._is_text if self._is_stream else dict.fromkeys(chain.from_iterable(rows))
         columns = {name: [row.get(name) for row in rows] for name in names}
         before = dict(self._is_text)

@@ -229,6 +229,7 @@ class StreamedSequences(IterableDataset):
         self._batches = self._source.iter(_TEXTS_AT_ONCE)
 
     def _read_on(self) -> None:
+        """Read a batch of texts and add its sequences; end the pass if there is none."""
         counts = self._counts
         batch = self._next_batch(counts["texts"])
         self._state = None
@@ -313,6 +314,7 @@ class StreamedSequences(IterableDataset):
             self._counts["sequences"] += 1
 
     def _end_pass(self) -> None:
+        """Add what packers still hold; refuse a pass without a sequence, and note the end of the first."""
         counts = self._counts
         for packer in self._packers.values():
             is_read = packer.fill is not None or sum(map(len, packer.pieces)) > DROPPED_SHARE * counts["tokens"]

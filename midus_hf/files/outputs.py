@@ -129,6 +129,7 @@ class OutputFolder:
             )
 
     def _check(self) -> None:
+        """Refuse an output that cannot be written, or that would replace other files than a checkpoint's."""
         output = f"output {self.path}"
         if not self.disk.is_dir() or not os.access(self.disk, os.W_OK):
             raise RequestError(f"{output} cannot be made: {self.disk} is not a writable folder.")

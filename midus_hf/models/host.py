@@ -379,7 +379,6 @@ def _adapter_tensors(module: nn.Module) -> dict[str, set[str]]:
         for attribute in getattr(within, "adapter_layer_names", ()):
             adapters = getattr(within, attribute, None)
             if isinstance(adapters, nn.Module):
-                for name, _ in adapters.named_parameters():
-                    # A ModuleDict has "default.weight", a ParameterDict "default".
+                for name, _ in adapters.named_parameters():  # "default.weight", or "default" of a ParameterDict
                     tensors.setdefault(name.split(".")[0], set()).add(f"{module_name}.{attribute}.{name}")
     return tensors

@@ -133,6 +133,7 @@ def _text_of(key: int, tokenizer: Any) -> str:
 
 
 def _section(texts: Sequence[Mapping[str, Any]], memories: Mapping[str, Any]) -> str:
+    """Return the model card's section on protected texts."""
     row = "| {name} | {documents:,} | {tokens:,} | `{sha256:.16}` |"
     lines = "\n".join(row.format(**each) for each in texts)
     return f"""

@@ -112,6 +112,7 @@ class RowAdamW(torch.optim.AdamW):
                 self.state[table]["rows"] = rows.to(table.device)
 
     def _update_rows(self, group: dict[str, Any], table: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Update the rows that a sparse gradient has, and their moments, which it makes if needed."""
         gradient = gradient.coalesce()
         shape = table.shape[: gradient.sparse_dim()]
         flat = table.view(shape.numel(), *table.shape[gradient.sparse_dim() :])  # [R, ...]

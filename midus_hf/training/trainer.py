@@ -285,6 +285,7 @@ class MemoryTrainerMixin(AnyTrainer):
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Save as `Trainer` does, with blocks, stream and inputs; remove a checkpoint that is incomplete."""
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._is_checkpointing = True

@@ -201,6 +201,7 @@ def gain_offset(norm: nn.Module) -> float | None:
 
 
 def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) -> None:
+    """Add the roles of a mixer's modules, and what their stacked projections consist of."""
     outputs = [
         child for child in PROJECTIONS["output_projection"] if isinstance(getattr(mixer, child, None), nn.Module)
     ]
@@ -232,6 +233,7 @@ def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) 
 
 
 def _read_network(row: ModelType, roles: LayerRoles, name: str, network: nn.Module) -> None:
+    """Add the roles of a feed-forward network's matrices, or that it has experts."""
     if any(parameter.dim() > 2 for parameter in network.parameters()) or any(
         isinstance(module, nn.ModuleList) for module in network.modules()
     ):

@@ -97,6 +97,7 @@ def layout_of(config: Config) -> Layout:
 
 @cache
 def _backbone(content: str) -> Layout:
+    """Return the layout of a config without our memories, known or read from a built model."""
     native = json.loads(content)
     for key in (*_NEEDED, *_POSITIVE, "intermediate_size"):
         value = native.get(key)
@@ -242,6 +243,7 @@ def known_layout(native: Config) -> dict[str, Any] | None:
 
 
 def _is_usual(native: Config, values: Config, kinds: dict[str, list[str]]) -> bool:
+    """Return whether a config's values lie where known layouts hold, so that no model need be built."""
     num_layers = values["num_hidden_layers"]
     pad = values.get("pad_token_id")
     period = native.get(_PERIOD_KEY, 1)

@@ -185,6 +185,7 @@ class Engram(AttachedMemoryMethod):
         return numbers
 
     def _ngrams(self, base: BaseCheckpoint) -> "torch.Tensor":
+        """Return keys of the n-grams that get rows, from the corpus; refuse one without any."""
         from midus_hf.data.corpus import read_corpus
         from midus_hf.memories.engram.known_ngrams import keys_of_texts, known_ngrams
 

@@ -207,6 +207,7 @@ class MatrixPrediction(Solver):
     def _measure(
         self, index: int, matrix: "torch.Tensor", previous: "torch.Tensor", following: "torch.Tensor", left_out: int
     ) -> None:
+        """Add to the measurements how a predicted matrix relates to those of the layers around it."""
         import torch
 
         neighbours = (previous.norm() + following.norm()) / 2

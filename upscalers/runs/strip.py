@@ -129,6 +129,7 @@ def strip(
 def _base_config(
     upscaled: UpscaleRecord, tensors: list[OutputTensor], resized: tuple[int, int] | None, progress: Progress
 ) -> Config:
+    """Return the base's config, with the vocabulary and dtype that its tensors have now."""
     config = upscaled.whole_base_config
     dtype = TORCH_NAMES[most_common_dtype(tensors)]
     if resized:
@@ -187,6 +188,7 @@ def _digested_names(model: BaseCheckpoint, tensors: list[OutputTensor]) -> dict[
 
 
 def _base_tensors(model: BaseCheckpoint, plan: Plan, upscaled: UpscaleRecord) -> list[OutputTensor]:
+    """Return the base's tensors under its names, each a copy from the upscaled model."""
     kept = [plan.kept_indices[layer] for layer in range(plan.num_base_layers)]
     blocks = block_recipes(model, kept, dict(upscaled.base_config))
 

@@ -146,6 +146,7 @@ class CheckpointWriter:
         return WriteSummary(self._bytes_read, bytes_written, measurements)
 
     def _solve(self, placed: "list[_Placement]", folder: Path) -> list[Measurement]:
+        """Write the tensors of solvers, one solver after another; return measurements by layer."""
         if not placed:
             return []
         import torch

@@ -76,6 +76,7 @@ class PacksService(Service):
         starts: torch.Tensor | None,
         state: MemoryState | None,
     ) -> OpenPacks | None:
+        """Return the packs that the tokens of a pass read, or None if no token reads one."""
         glossary = self.files.glossary
         tokens = ids.detach().to("cpu", torch.int64)
         if real is not None:

@@ -365,6 +365,7 @@ class Openings:
         begins: torch.Tensor | None,
         states: Sequence[Sequence[RowState]],
     ) -> None:
+        """Store the tokens read, and states for taking the latest ones back, in the cache's state."""
         assert self._state is not None
         batch, num_tokens = tokens.shape
         opened = states_tensor(states, self._options)

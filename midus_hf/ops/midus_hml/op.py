@@ -255,6 +255,7 @@ def _lookup_gradients(
     wants: list[bool],
     backend: str,
 ) -> tuple[Tensor | None, ...]:
+    """Return gradients of query, row keys, column keys, bank and transform; None for unwanted ones."""
     in_c = backend == "native" and native_library() is not None
     tensors, kept = (query, row_keys, column_keys, slots), (bank, weights)
     into_bank = into_transform = None

@@ -116,6 +116,7 @@ def _attend_at_once(query: Tensor, keys: Tensor, values: Tensor, chapters: Tenso
 
 
 def _check_shapes(query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor) -> None:
+    """Refuse tensors of `chapter_attention` whose shapes do not fit together."""
     if keys.shape != values.shape or keys.dim() != 4:
         raise ValueError(
             f"keys is {tuple(keys.shape)} and values is {tuple(values.shape)}; expected [C, M, heads, width] twice."

@@ -92,6 +92,7 @@ def _format_of(source: str, columns: list[str]) -> tuple[str, ...]:
 def _converted(
     rows: "Dataset", columns: tuple[str, ...], template: str | None, source: str
 ) -> tuple["Dataset", list[str]]:
+    """Return rows as chats, or as texts without a template, and names of keys that nothing reads."""
     from datasets import Features, Value
 
     from midus_hf.data.readers import JsonText
@@ -235,6 +236,7 @@ def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat's message with the names that templates read; refuse one that cannot train."""
     message = {key: value for key, value in message.items() if value is not None}
     for name, key in (("from", "role"), ("value", "content")):
         if name in message and key not in message:
