@@ -185,7 +185,8 @@ def main() -> None:
     by_rate = [list(filter(None, runs)) for runs in itertools.zip_longest(*by_variant)]
     digests_for = input_hasher(comparison)
     failed = False
-    for run, end in ((run, end) for runs in by_rate for end in asked.ends for run in runs):
+    in_order = [(run, end) for runs in by_rate for end in asked.ends for run in runs]
+    for run, end in in_order:
         done = read_result(run.folder(comparison))
         if done is not None and done.curve[-1].step >= end:
             continue

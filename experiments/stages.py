@@ -179,6 +179,7 @@ def main() -> None:
 
 
 def learn_stages(asked: argparse.Namespace, keys: dict[str, Any]) -> None:
+    """Train the stages one after another; print the losses of all texts after each."""
     corpora = [stage / "corpus.jsonl" for stage in asked.stages]
     texts = {stage.name: texts_of(stage / "text.jsonl") for stage in asked.stages}
     texts |= {path.stem: texts_of(path) for path in asked.retention}

@@ -248,8 +248,9 @@ def model_argument(help: str, metavar: str) -> Any:
 
 
 def _checked_models(context: typer.Context, names: str | list[str] | None) -> str | list[str] | None:
-    if not context.resilient_parsing:
-        for name in [names] if isinstance(names, str) else names or []:
+    several = [names] if isinstance(names, str) else names
+    if several and not context.resilient_parsing:
+        for name in several:
             check_model_name("model", name)
     return names
 

@@ -176,8 +176,9 @@ class RunParser(HfArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         kinds = {*alternatives_of(self._hints.get(action.dest, str))}
         word = arg_strings[0] if len(arg_strings) == 1 else ""
-        is_yaml = kinds & {int, float} or (word.startswith(("{", "[")) and kinds - {str, type(None)})
-        if word == "null" or (word and is_yaml):
+        is_number = bool(kinds & {int, float})
+        is_collection = word.startswith(("{", "[")) and bool(kinds - {str, type(None)})
+        if word == "null" or (word and (is_number or is_collection)):
             return read_yaml(word, f"--{action.dest}")
         values = super()._get_values(action, arg_strings)  # type: ignore[misc]
         return values[0] if str in kinds and isinstance(values, list) and len(values) == 1 else values

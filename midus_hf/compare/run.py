@@ -363,7 +363,7 @@ def read_results(runs: Iterable[Run], comparison: Comparison) -> list[Result]:
 
 def count_runs(variant: Variant, comparison: Comparison) -> tuple[int, int]:
     """Return how many runs a variant takes, and how many its null controls take."""
-    controls = len(variant.controls) - (SHUFFLED in variant.controls)
+    controls = sum(name != SHUFFLED for name in variant.controls)
     return len(variant.rates) + len(comparison.seeds) - 1, controls * len(comparison.seeds)
 
 

@@ -160,7 +160,10 @@ class OutputFolder:
         with convert_disk_errors(self.path), exclusive(self.partial, RequestError(busy)):
             try:
                 for left in self.partial.iterdir():  # by a killed run
-                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                    if left.is_dir() and not left.is_symlink():
+                        shutil.rmtree(left)
+                    else:
+                        left.unlink()
                 self._check()
                 yield self.partial
                 self._commit()

@@ -118,7 +118,7 @@ def state(
                 gate = memory.depth_gate.clamp(0, 1)
                 _change_heads(mixer_of(layer), calls, partial(_with_depth, writers, gate, calls))
         elif entry.site.startswith("inside-"):
-            part = (mixer_of if entry.site == "inside-attention" else feed_forward_of)(layer)
+            part = mixer_of(layer) if entry.site == "inside-attention" else feed_forward_of(layer)
             for role in entry.options.layer_projections(hosting.config.memories().sizes):
                 projection = _projection(part, role, base.config)
                 module = getattr(part, projection.module)

@@ -310,8 +310,11 @@ def equivalent_ids(tokenizer: Any) -> list[int]:
     numbers = []
     for token in range(len(tokenizer)):
         text = tokenizer.decode([token], skip_special_tokens=False)
-        alike = like.normalize_str(text)
-        # A zero byte, which texts lack, keeps names of tokens apart from texts.
-        key = f"\0{tokenizer.convert_ids_to_tokens(token)}" if _BROKEN in text else (alike.strip() or alike or text)
+        if _BROKEN in text:
+            # A zero byte, which texts lack, keeps names of tokens apart from texts.
+            key = f"\0{tokenizer.convert_ids_to_tokens(token)}"
+        else:
+            alike = like.normalize_str(text)
+            key = alike.strip() or alike or text
         numbers.append(first.setdefault(key, token))
     return numbers

@@ -268,9 +268,12 @@ def _lookup_gradients(
             gradient = gradient.to(transform.dtype)
             into_transform = torch.bmm(gradient.permute(1, 2, 0), gathered.view(gradient.shape).transpose(0, 1))
             gradient = transformed(gradient, transform.transpose(1, 2))
-        if any(wants[:3]):
-            differentiate: Any = triton_score_gradients if backend == "triton" else _scored_gradients
-            into_scored = (native_score_gradients if in_c else differentiate)(gradient, *tensors, kept)
+        if any(wants[:3]) and in_c:
+            into_scored = native_score_gradients(gradient, *tensors, kept)
+        elif any(wants[:3]) and backend == "triton":
+            into_scored = triton_score_gradients(gradient, *tensors, kept)
+        elif any(wants[:3]):
+            into_scored = _scored_gradients(gradient, *tensors, kept)
     if wants[3] and in_c:
         into_bank = native_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
     elif wants[3] and backend == "triton":
