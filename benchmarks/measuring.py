@@ -124,10 +124,11 @@ def commit() -> str:
 def run_columns(device: str = "cpu") -> Row:
     """Return the columns that all rows of a run share: time, commit, machine, device and versions."""
     threads = torch.get_num_threads()
+    on_cpu = f"{MACHINE}, {threads} {'thread' if threads == 1 else 'threads'}"
     return {
         "date": datetime.now().isoformat(timespec="seconds"),
         "commit": commit(),
-        "machine": f"{MACHINE}, {threads} thread{'s' * (threads > 1)}" if device == "cpu" else MACHINE,
+        "machine": on_cpu if device == "cpu" else MACHINE,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         **{name: _version(name) for name in ("torch", "triton", "transformers")},
     }

@@ -195,6 +195,7 @@ def rows(arguments: argparse.Namespace, wrong: list[str]) -> Iterator[Row]:
 def _rows_of_case(
     case: Row, op: Op, shape: Shape, dtype: torch.dtype, arguments: argparse.Namespace, wrong: list[str]
 ) -> Iterator[Row]:
+    """Yield a case's times and memory by mode, once its results are near those in float64."""
     device = arguments.device
     call = body_of(op, shape, case["body"])
     few = make_inputs(op, shape, min(case["tokens"], _COMPARED_TOKENS), dtype, device)

@@ -185,9 +185,8 @@ class TrainingProgress(Progress):
         super().__init__(about)
         self._measures_first = measures_first
         self._steps, self._first, self._done, self._loss = steps, 0, 0, ""
-        self._ends = deque(
-            [self.started], maxlen=_LAST_STEPS + 1
-        )  # of steps, behind the beginning of the first of them
+        # Of steps, after the beginning of the first of them.
+        self._ends = deque([self.started], maxlen=_LAST_STEPS + 1)
         self._doing = "reading texts and model"
 
     def take(self, line: str) -> bool:

@@ -171,7 +171,8 @@ def main() -> None:
         comparison = options_from_files(Comparison, [asked.config], asked.set)
         if asked.picture is not None:
             paths = sorted((Path(comparison.output_dir) / "runs").rglob("seed-*.json"))
-            results = [result for path in paths if (result := read_result(path.with_suffix("")))]
+            read = (read_result(path.with_suffix("")) for path in paths)
+            results = [result for result in read if result]
             asked.picture.write_bytes(draw(comparison, results))
             heading, *rows = (f"| {' | '.join(row)} |" for row in table_rows(comparison, results))
             print("\n".join([heading, f"|{'---|' * (heading.count('|') - 1)}", *rows]))
@@ -184,7 +185,8 @@ def main() -> None:
     by_rate = [list(filter(None, runs)) for runs in itertools.zip_longest(*by_variant)]
     digests_for = input_hasher(comparison)
     failed = False
-    for run, end in ((run, end) for runs in by_rate for end in asked.ends for run in runs):
+    in_order = [(run, end) for runs in by_rate for end in asked.ends for run in runs]
+    for run, end in in_order:
         done = read_result(run.folder(comparison))
         if done is not None and done.curve[-1].step >= end:
             continue

@@ -22,7 +22,7 @@ def train_embeddings(
 ) -> dict[str, int]:
     """Train the embeddings of a base on batches of four sequences, and save the model; return what it was trained on."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-    end = [tokenizer.eos_token_id] * (tokenizer.eos_token_id is not None)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     documents = random.Random(seed).sample(corpus, len(corpus))
     ids = torch.tensor([token for text in documents for token in [*tokenizer(text, verbose=False)["input_ids"], *end]])
     rows = ids[: len(ids) // sequence_length * sequence_length].view(-1, sequence_length)

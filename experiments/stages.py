@@ -125,9 +125,8 @@ class Router:
 
     def stages_of(self, embeddings: torch.Tensor, num_stages: int) -> list[int]:
         """Return the nearest of the first stages for each embedding."""
-        lacking = torch.full(
-            (max(0, 2 - num_stages), self.centroids.shape[1]), torch.nan
-        )  # a tree has two topics or more
+        # A tree has two topics or more.
+        lacking = torch.full((max(0, 2 - num_stages), self.centroids.shape[1]), torch.nan)
         tree = ClusterTree(2, [torch.cat([self.centroids[:num_stages], lacking])])
         calibrate(
             tree, [text for texts in self.validation[:num_stages] for text in texts], self.embedder.embed, seed=0
@@ -180,6 +179,7 @@ def main() -> None:
 
 
 def learn_stages(asked: argparse.Namespace, keys: dict[str, Any]) -> None:
+    """Train the stages one after another; print the losses of all texts after each."""
     corpora = [stage / "corpus.jsonl" for stage in asked.stages]
     texts = {stage.name: texts_of(stage / "text.jsonl") for stage in asked.stages}
     texts |= {path.stem: texts_of(path) for path in asked.retention}

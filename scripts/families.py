@@ -127,7 +127,9 @@ def _tried(base: Path, method: str, folder: Path) -> tuple[str, str]:
         except Exception as error:  # models raise whatever their parts raise
             refusal = refusal or _plain(error)
             continue
-        return method + ("" if number == 0 else "†" if "site" in options else "‡"), refusal
+        if number == 0:
+            return method, refusal
+        return f"{method}†" if "site" in options else f"{method}‡", refusal
     return "", refusal
 
 

@@ -122,7 +122,8 @@ def _found(names: Iterable[str], is_used: bool = True) -> frozenset[tuple[Path, 
     needs = set()
     for name in names:
         parts = name.split(".")
-        known = [each for number in range(len(parts)) if (each := ".".join(parts[: number + 1])) in _modules()]
+        prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+        known = [each for each in prefixes if each in _modules()]
         needs |= {(_modules()[each], is_used and each == known[-1]) for each in known}
     return frozenset(needs)
 

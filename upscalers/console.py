@@ -150,8 +150,9 @@ def print_method_list(methods: list[dict[str, Any]]) -> None:
     """Print a line per method: its name, whether its model starts as the base, and its summary."""
     for method in methods:
         start, qualification = _start_of(method)
+        marked = f"{start}*" if qualification else start
         summary = method["summary"].removesuffix(" (identity at start)")
-        _print_text(f"{method['name']:<20} {start + '*' * bool(qualification):<9} {summary}")
+        _print_text(f"{method['name']:<20} {marked:<9} {summary}")
     _print_text(
         "\nexact: until it is trained, the model computes the same as the base; exact*: except for some texts; "
         "changed*: exact with --set identity=auto."
@@ -162,12 +163,18 @@ def print_method_list(methods: list[dict[str, Any]]) -> None:
 def print_methods(methods: list[dict[str, Any]]) -> None:
     """Print methods and their options."""
     for method in methods:
-        new = "the new layers" if method["adds_layers"] else "what is new" if method["adds_parameters"] else "nothing"
+        if method["trainable"] == "all":
+            trains = "everything"
+        elif method["adds_layers"]:
+            trains = "the new layers"
+        else:
+            trains = "what is new" if method["adds_parameters"] else "nothing"
+        own_placement = "its own" if method["adds_layers"] else "none: it adds no layers"
         start, qualification = _start_of(method)
         rows = [
             ("identity", f"{'exact at the start' if start == 'exact' else 'no'}{qualification}"),
-            ("trains", "everything" if method["trainable"] == "all" else new),
-            ("placement", method["placement"] or ("its own" if method["adds_layers"] else "none: it adds no layers")),
+            ("trains", trains),
+            ("placement", method["placement"] or own_placement),
         ]
         for option in method["options"]:
             default = "" if option["default"] is None else f"={_yaml(option['default'])}"
@@ -317,11 +324,12 @@ def _print_entries(entries: Sequence[dict[str, Any]], most: int) -> None:
     tokens = sum(entry["tokens"] for entry in entries)
     print(f"{format_count(len(entries), 'entry')} of {format_count(tokens, 'token')}")
     for entry in entries:
-        names = " / ".join(entry["names"]) + " (exact)" * entry["exact"]
-        read = f", {most:,} of them read" * (entry["tokens"] > most)
+        names = " / ".join(entry["names"])
+        exact = " (exact)" if entry["exact"] else ""
+        read = f", {most:,} of them read" if entry["tokens"] > most else ""
         text = " ".join(entry["text"].split())
         text = text if len(text) <= _MAX_ENTRY_CHARACTERS else f"{text[:_MAX_ENTRY_CHARACTERS]}..."
-        print(f"{names}: {text} ({format_count(entry['tokens'], 'token')}{read})")
+        print(f"{names}{exact}: {text} ({format_count(entry['tokens'], 'token')}{read})")
 
 
 def print_edit(result: dict[str, Any]) -> None:

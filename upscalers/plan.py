@@ -243,6 +243,7 @@ def pattern_concern(base: BaseCheckpoint, new: Layout, config: Config) -> str | 
 
 
 def _followed_layers(base: BaseCheckpoint, plan: Plan, entry: MemoryEntry) -> dict[str, list[int]]:
+    """Return where a base memory's layers are in the result; refuse to repeat layers tied together."""
     taken = [
         (index, layer.index)
         for index, layer in enumerate(plan.layers)

@@ -37,7 +37,9 @@ _OF_THE_COMMAND |= {name: name for name in ("placement", "seed", "dtype")}
 def parse_options(options_class: type, values: Mapping[str, Any], subject: str) -> Any:
     """Read options as `read_options` of `midus_hf.config` does; messages name the command's option."""
     fields = {field.name for field in dataclasses.fields(options_class)}
-    for key in values.keys() & _OF_THE_COMMAND.keys() - fields:
+    misplaced = values.keys() & _OF_THE_COMMAND.keys() - fields
+    if misplaced:
+        key = min(misplaced)
         raise RequestError(
             f"{subject} has no option {key!r}. It is an option of the command: --{_OF_THE_COMMAND[key]}."
         )

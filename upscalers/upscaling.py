@@ -103,6 +103,7 @@ class Upscaling:
 
     @cached_property
     def counts(self) -> ParameterCounts:
+        """The numbers of parameters: in the base, new, in all, trained, and of banks."""
         uncounted = self.base.uncounted_names
         base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in uncounted)
         buffers = {self.base.prefix + name.removeprefix("model.") for name in self.layout.buffers}
@@ -230,6 +231,7 @@ def _check_surgery(method: Method, base: BaseCheckpoint, plan: Plan, surgery: Su
 
 
 def _check_recipes(where: str, base: BaseCheckpoint, shapes: Mapping[str, Shape], recipes: Recipes) -> None:
+    """Refuse a method's recipes if one is missing, superfluous, or of another shape."""
     missing = [name for name in shapes if name not in recipes]
     if missing:
         raise MethodError(

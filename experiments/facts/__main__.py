@@ -153,11 +153,12 @@ def main() -> None:
         parser.error("--entries is for beliefs; expected --about beliefs, or a file of edits")
     if asked.at_most is not None and (of_edits or asked.at_most < 1):
         parser.error(f"--at-most is {asked.at_most}; expected 1 or more questions of a kind, and not of beliefs")
-    for name in [asked.base, *asked.models] if asked.base else ():
-        try:
-            check_model_name("model", name)
-        except ValueError as error:
-            parser.error(str(error))
+    if asked.base:
+        for name in [asked.base, *asked.models]:
+            try:
+                check_model_name("model", name)
+            except ValueError as error:
+                parser.error(str(error))
     if asked.write:
         asked.write.mkdir(parents=True, exist_ok=True)
         for name, made in questions.ABOUT.items():

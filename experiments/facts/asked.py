@@ -47,8 +47,9 @@ class InFront:
 
     def __call__(self, prompt: str) -> str:
         found = self._named(prompt)
-        for each in [*found] if self.follows else ():
-            found |= self._named(self.entries[each]["text"])
+        if self.follows:
+            for each in [*found]:
+                found |= self._named(self.entries[each]["text"])
         return "".join(self.words(self.entries[each]) for each in found)
 
     def _named(self, text: str) -> dict[int, None]:
@@ -154,9 +155,14 @@ class Asked:
         for pair, text in zip(begun, made, strict=True):
             named = {*pair}
             for name, value in re.findall(r"^\W*(\w+): *(\d.*)\n", f"-{text}", re.MULTILINE):
-                right = numbers.get(name.lower()) == next(read_numbers(value), None) is not None
-                counts["repeated" if name.lower() in named else "right" if right else "wrong"] += 1
-                named.add(name.lower())
+                name = name.lower()
+                said = next(read_numbers(value), None)
+                is_right = said is not None and numbers.get(name) == said
+                if name in named:
+                    counts["repeated"] += 1
+                else:
+                    counts["right" if is_right else "wrong"] += 1
+                named.add(name)
         return counts
 
     def repeats(self, entries: Sequence[dict[str, Any]]) -> float:

@@ -172,6 +172,7 @@ def edits_of_zsre(path: Path) -> list[Edit]:
 
 
 def _edits(path: Path, edit: Callable[[Mapping[str, Any]], Edit]) -> list[Edit]:
+    """Read a file of published records as edits; refuse a record of another form."""
     records = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(records, list) or not records:
         raise ValueError(

@@ -76,9 +76,8 @@ class ModelType:
     refused: Mapping[str, str]  #: why the others are refused, by wiring
     config: Mapping[str, Any]  #: sizes of the tiny model that was proven
     transformers: Mapping[str, str]  #: digest of its tensors' names and shapes, by version of Transformers, `"5.24"`
-    layout: Mapping[str, Any] = field(
-        default_factory=dict
-    )  #: of `MAIN_TYPES`: keys of the config and tensors of a model
+    #: Of `MAIN_TYPES`: keys of the config and tensors of a model.
+    layout: Mapping[str, Any] = field(default_factory=dict)
 
     def refusal(self, site: str, memory_type: str) -> str | None:
         """Return why a type of memory does not work at a site; None if it does.

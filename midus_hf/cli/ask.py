@@ -106,6 +106,7 @@ def _check_text(question: str) -> None:
 
 
 def _lines_of(path: str) -> list[str]:
+    """Read a file of questions, a line each; - is standard input."""
     from midus_hf.data.corpus import KINDS
 
     if KINDS.get(Path(path).suffix.lower(), "text") != "text":
@@ -207,9 +208,15 @@ def _describe_blocks(banks: Any, path: list[int]) -> str:
             blocks[state].append(f"{level}:{'generic' if node < 0 else node}")
     read = blocks.pop("read")
     is_generic = path[0] < 0
-    sentence = "the generic memory is read" if is_generic else f"blocks {', '.join(read)} are read"
+    if not read:
+        sentence = "no block is read"
+    elif is_generic:
+        sentence = "the generic memory is read"
+    else:
+        sentence = f"blocks {', '.join(read)} are read"
+    reason = "no topic is close: " if is_generic else ""
     others = [f"; {state}: {', '.join(named)}" for state, named in blocks.items() if named]
-    return "no topic is close: " * is_generic + (sentence if read else "no block is read") + "".join(others)
+    return f"{reason}{sentence}{''.join(others)}"
 
 
 main = partial(run_command, app, name="midus ask")

@@ -113,7 +113,8 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
             for before, word in zip(["", *line_words], line_words, strict=False):
                 option, equals, value = word.partition("=")
                 if not word or (word.startswith("--") and equals and not value):
-                    subject = option if word else before if before.startswith("-") else "an argument"
+                    named_before = before if before.startswith("-") else "an argument"
+                    subject = option if word else named_before
                     filling = "Fill it in (a shell gives nothing for a variable that is not set), or leave it out."
                     raise CommandExit(WRONG_REQUEST, f"{subject} is ''; expected a value. {filling}")
             # `app()` would treat an EOFError of the work as an interruption.
@@ -251,8 +252,9 @@ def model_argument(help: str, metavar: str) -> Any:
 
 
 def _checked_models(context: typer.Context, names: str | list[str] | None) -> str | list[str] | None:
-    if not context.resilient_parsing:
-        for name in [names] if isinstance(names, str) else names or []:
+    several = [names] if isinstance(names, str) else names
+    if several and not context.resilient_parsing:
+        for name in several:
             check_model_name("model", name)
     return names
 
@@ -293,6 +295,7 @@ def show(result: Any, json_: bool, print_result: Callable[[Any], None], indent: 
 
 
 def show_tables(tables: "Sequence[TextTable]") -> None:
+    """Print tables that fit the terminal's width; those without rows are left out."""
     import rich.box
     from rich.console import Console
     from rich.table import Table

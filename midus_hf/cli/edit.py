@@ -94,7 +94,7 @@ def edit_chapters(
 ) -> None:
     from upscalers.edits import chapters as edits
 
-    edit = getattr(edits, str(context.command.name))
+    edit = {"zero": edits.zero, "prune": edits.prune}[str(context.command.name)]
     _show_edit(edit(_request(model, output, memory, overwrite), chapters), json_)
 
 
@@ -157,6 +157,7 @@ _RELATED_BLOCKS = {
 
 
 def _describe_remains(result: dict[str, Any]) -> list[str]:
+    """Return a line for what else trained on deleted topics' texts, and how to delete that."""
     taught = result["also_taught"]
     lines = [
         f"also trained on its texts, and kept: {what.format(first_few(taught[where]))}; to delete: {remedy}"
@@ -188,9 +189,9 @@ def edit_entries(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    from upscalers.edits import packs
+    from upscalers.edits.packs import add_entries, replace_entries, sync_entries
 
-    edit = getattr(packs, f"{context.command.name}_entries")
+    edit = {"add": add_entries, "replace": replace_entries, "sync": sync_entries}[str(context.command.name)]
     _show_entries(edit(_request(model, output, None, overwrite), corpus, common_names, protect), json_)
 
 
@@ -219,6 +220,7 @@ _REMAINS = {
 
 
 def _show_entries(result: dict[str, Any], json_: bool) -> None:
+    """Print what an edit did to entries, and where their names and texts still are."""
     command = result["command"]
     done = {"add": "added", "replace": "replaced", "delete": "deleted"}
     kinds = {done[command]: result["entries"]} if command in done else {kind: result[kind] for kind in done.values()}
@@ -252,6 +254,7 @@ def _request(model: str, output: str | None, memory: str | None, overwrite: bool
 
 
 def _print_blocks(listed: dict[str, Any]) -> None:
+    """Print a table for each bank: the number and size of each level's blocks."""
     from midus_hf.look.page import TextTable
 
     head = ["level", "nodes", "parameters of a block", "written", "deleted", "generic", "on the disk"]

@@ -28,6 +28,7 @@ def midus_flops(
 
 
 def _print_flops(report: dict[str, Any]) -> None:
+    """Print the operations of each part and pass, then numbers of parameters."""
     from midus_hf.look.page import TextTable
 
     passes = {"forward": report["forward"], "backward": report["backward"], "both": report["total"]}

@@ -221,6 +221,7 @@ class Texts:
 
     @cached_property
     def rows(self) -> "list[TextRows]":
+        """The texts as rows of tokens, each with the path of its blocks if there is a retriever."""
         from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
         from midus_hf.evaluation.text_rows import text_rows
 

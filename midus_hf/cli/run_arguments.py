@@ -43,7 +43,10 @@ def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
         raise RequestError(
             f"{first!r} is a model; expected {texts.lower()}. Run 'midus {command} {texts} --model {first}'."
         )
-    given = read_mapping(first) if is_recipe else {data_key: first} if first else {}
+    if is_recipe:
+        given = read_mapping(first)
+    else:
+        given = {data_key: first} if first else {}
     keys = _with_flags(arguments_class, given, flags)
     if not is_recipe and first and keys[data_key] != first:
         raise RequestError(
@@ -64,6 +67,7 @@ def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
 
 
 def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a recipe with those of flags, which win; refuse unknown ones."""
     parser = RunParser(arguments_class)
     names = [field.name for field in dataclasses.fields(arguments_class) if field.init]
     known = [*names, *_SHORT_NAMES]
@@ -97,6 +101,7 @@ def _not_a_key(name: str, known: Iterable[str]) -> str:
 
 
 def _short_run(arguments_class: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a run without a recipe gets by default; print the ones that are not given."""
     recorded = (record_of(saved_config(str(keys.get("model_name_or_path")))) or UpscaleRecord()).trainable
     chosen = _short_run_keys(arguments_class)
     if keys.get("learning_rate") is not None:
@@ -171,8 +176,9 @@ class RunParser(HfArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         kinds = {*alternatives_of(self._hints.get(action.dest, str))}
         word = arg_strings[0] if len(arg_strings) == 1 else ""
-        is_yaml = kinds & {int, float} or (word.startswith(("{", "[")) and kinds - {str, type(None)})
-        if word == "null" or (word and is_yaml):
+        is_number = bool(kinds & {int, float})
+        is_collection = word.startswith(("{", "[")) and bool(kinds - {str, type(None)})
+        if word == "null" or (word and (is_number or is_collection)):
             return read_yaml(word, f"--{action.dest}")
         values = super()._get_values(action, arg_strings)  # type: ignore[misc]
         return values[0] if str in kinds and isinstance(values, list) and len(values) == 1 else values

@@ -90,6 +90,7 @@ def train_in_group(words: Sequence[str], arguments_class: Any, run: Callable[[An
 
 
 def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]) -> CommandExit | None:
+    """Read the arguments, run, and print the result; return how the command ends if the run failed."""
     from midus_hf.cli.run_arguments import read_arguments
     from midus_hf.sources.names import check_sources
     from midus_hf.training.output import MainProcessError, PartialSaveError

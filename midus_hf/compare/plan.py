@@ -125,6 +125,7 @@ class Comparison:
     controls: bool = True
 
     def __post_init__(self) -> None:
+        """Refuse names, texts, rates and seeds that do not make a comparison."""
         wrong = next((name for name in (*self.variants, *self.texts) if not _NAME.fullmatch(str(name))), None)
         is_repeated = len(self.texts) < sum(len(getattr(self, kind)) for kind in TEXT_KINDS)
         are_seeds = len(set(self.seeds)) == len(self.seeds) and min(self.seeds, default=-1) >= 0
@@ -237,6 +238,7 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
 
 
 def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Variant:
+    """Return a variant with what its model trains and the changes of its null controls."""
     options = comparison.variants[name]
     label = f"variants.{name}.upscale"
     train = {**shared, **_read_keys(f"variants.{name}.train", options.train, _OWN_TRAINING_KEYS)}

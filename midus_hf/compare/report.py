@@ -148,7 +148,8 @@ def cautions(findings: Findings) -> list[str]:
 
 def _is_at_end(chosen: Rate, rates: Sequence[Rate]) -> bool:
     for key, rate in chosen.items():
-        searched = {value for each in rates if (value := each.get(key)) is not None}
+        values = (each.get(key) for each in rates)
+        searched = {value for value in values if value is not None}
         if len(searched) > 1 and rate in (min(searched), max(searched)):
             return True
     return False
@@ -218,9 +219,14 @@ def variants_table(findings: Findings) -> TextTable:
         for control, lower in one.advantages.items():
             cell = f"{verdict(lower)}: {format_spread(lower, interval=True)}"
             rows.append({"variant": f"+{control}", "seeds": str(lower.count), "learned": cell})
-    head = ["variant", "rate", "seeds", "trained", *["learned"] * bool(comparison.domain)]
-    head += [*["forgotten"] * bool(comparison.retention), *tasks, "time", "GB"]
-    title = "What each variant learned and forgot" + ", in nats per token" * bool(comparison.texts)
+    head = ["variant", "rate", "seeds", "trained"]
+    if comparison.domain:
+        head.append("learned")
+    if comparison.retention:
+        head.append("forgotten")
+    head += [*tasks, "time", "GB"]
+    unit = ", in nats per token" if comparison.texts else ""
+    title = f"What each variant learned and forgot{unit}"
     return TextTable(title, head, [[row.get(column, "") for column in head] for row in rows])
 
 
@@ -274,7 +280,8 @@ def plan_table(records: Sequence[Mapping[str, Any]]) -> TextTable:
     rows = []
     for one in records:
         row = {**one, "rates": ", ".join(one["rates"]), "done": f"{one['done']} of {one['runs']}"}
-        rows.append(["" if cell is None else f"{cell:,}" if isinstance(cell, int) else cell for cell in row.values()])
+        words = [f"{cell:,}" if isinstance(cell, int) else cell for cell in row.values()]
+        rows.append(["" if cell is None else cell for cell in words])
     head = "variant,method,new parameters,trained parameters,rates,runs,of null controls,done".split(",")
     return TextTable("Each rate with the first seed, the best rate with the others and with null controls", head, rows)
 

@@ -209,6 +209,7 @@ def main(text: str) -> None:
 
 
 def _train(run: Run, comparison: Comparison) -> Result:
+    """Upscale, train and measure a run's model; return what was measured."""
     from midus_hf.training.output import rates_in
     from midus_hf.training.run import run_training
 
@@ -356,12 +357,13 @@ def find_stages(comparison: Comparison, variants: Sequence[Variant]) -> tuple[li
 
 def read_results(runs: Iterable[Run], comparison: Comparison) -> list[Result]:
     """Return the results of the runs that are done."""
-    return [result for run in runs if (result := read_result(run.folder(comparison))) is not None]
+    read = (read_result(run.folder(comparison)) for run in runs)
+    return [result for result in read if result is not None]
 
 
 def count_runs(variant: Variant, comparison: Comparison) -> tuple[int, int]:
     """Return how many runs a variant takes, and how many its null controls take."""
-    controls = len(variant.controls) - (SHUFFLED in variant.controls)
+    controls = sum(name != SHUFFLED for name in variant.controls)
     return len(variant.rates) + len(comparison.seeds) - 1, controls * len(comparison.seeds)
 
 

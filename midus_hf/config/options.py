@@ -92,8 +92,9 @@ def _numbers_of(value: Any) -> list[float] | None:
     """Return the numbers of a text such as `768,256,16,0`, a list on a command line; None for others."""
     if not isinstance(value, str) or "," not in value:
         return None
-    numbers = [number for word in value.split(",") if (number := finite_number(word.strip())) is not None]
-    return numbers if len(numbers) == value.count(",") + 1 else None
+    read = [finite_number(word.strip()) for word in value.split(",")]
+    numbers = [number for number in read if number is not None]
+    return numbers if len(numbers) == len(read) else None
 
 
 def _converted(alternative: Any, value: Any) -> tuple[bool, Any]:
@@ -148,7 +149,8 @@ def finite_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     with contextlib.suppress(ValueError, OverflowError):
-        return number if math.isfinite(number := float(value)) else None
+        number = float(value)
+        return number if math.isfinite(number) else None
     return None
 
 

@@ -203,6 +203,7 @@ def _read_source(
     columns: Sequence[str] | None,
     names_files: bool,
 ) -> Any:
+    """Return the rows of one split of a file, folder or dataset; a stream of `columns` if given."""
     import datasets
 
     path = Path(source).expanduser()
@@ -257,6 +258,7 @@ def _read_source(
 
 
 def _streamed_rows(builder: Any, key: str, split: str | None, columns: Sequence[str]) -> Any:
+    """Return a stream of a builder's rows, with the file of each if the builder makes tables."""
     import datasets
 
     from midus_hf.data.readers import JsonReader, ParquetReader
@@ -343,8 +345,9 @@ def _read_declared(
         check_hub_id(key, source, "dataset")  # without an answer, `datasets` retries for half a minute
     with convert_read_errors(subject), fetching(source):
         declared = datasets.load_dataset_builder(str(path.resolve()) if is_folder else source, name)
-        files, text = declared.config.data_files, None
+        files = declared.config.data_files
         splits = {each: [Path(file).resolve() for file in files[each]] for each in files} if is_folder else {}
+    text: Mapping[str, Any] | None = None if columns is None else {}
     if is_folder:
         read = [file for of_split in splits.values() for file in of_split]
         refuse_pointers(key, read)
@@ -352,7 +355,7 @@ def _read_declared(
         files = _data_files(splits)
         text = _READER_OPTIONS["text"]
     with convert_read_errors(subject), fetching(source):
-        builder = with_own_reader(declared, files, text if columns is None else text or {})
+        builder = with_own_reader(declared, files, text)
         if columns is not None:
             return _streamed_rows(builder, key, split, columns)
         builder.download_and_prepare()
@@ -372,6 +375,7 @@ def refuse_pointers(key: str, files: Sequence[Path]) -> None:
 def _read_files(
     key: str, path: Path, split: str | None, text_column: str | None, columns: Sequence[str] | None, names_files: bool
 ) -> Any:
+    """Return the rows of a file, or of a folder's files; name the one that cannot be read."""
     from midus_hf.data.readers import READERS, VERSION
 
     kind, splits, files = _select_files(key, path, has_text=text_column is not None)
@@ -392,9 +396,10 @@ def _read_files(
         with convert_read_errors(f"{key} is {str(path)!r}", remedy):
             builder = prepared(splits)
     except RequestError as error:
-        for file in read if path.is_dir() else ():  # the error of `datasets` does not say which file it is about
-            with convert_read_errors(f"{key} has the file {str(file)!r}", remedy):
-                prepared({"train": [file]})
+        if path.is_dir():  # the error of `datasets` does not say which file it is about
+            for file in read:
+                with convert_read_errors(f"{key} has the file {str(file)!r}", remedy):
+                    prepared({"train": [file]})
         if len(read) == 1:
             raise
         raise RequestError(
@@ -473,7 +478,8 @@ def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[P
 def _note_unread_files(key: str, path: Path, files: Sequence[Path], read: Sequence[Path]) -> None:
     named = {file.resolve() for file in read}
     others = [file for file in files if file.resolve() not in named]
-    unread = Counter("linked folder" if file.is_dir() else "".join(file.suffixes[-2:]) or file.name for file in others)
+    endings_of = {file: "".join(file.suffixes[-2:]) or file.name for file in others}
+    unread = Counter("linked folder" if file.is_dir() else endings_of[file] for file in others)
     if unread:
         endings = first_few([f"{count:,} {ending}" for ending, count in unread.most_common()], 5)
         print_note(

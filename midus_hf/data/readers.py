@@ -99,6 +99,7 @@ class JsonReader(Json):
             raise RequestError("it has no rows")
 
     def _table(self, rows: list[dict[str, Any]], earlier_rows: int) -> pa.Table:
+        """Return rows as a table: columns with only texts as text, all others as JSON."""
         names = self._is_text if self._is_stream else dict.fromkeys(chain.from_iterable(rows))
         columns = {name: [row.get(name) for row in rows] for name in names}
         before = dict(self._is_text)
@@ -242,7 +243,9 @@ READERS: dict[str, Any] = {"text": Text, "json": JsonReader, "csv": TableReader,
 
 def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | None = None) -> Any:
     """Return a builder of `datasets` with the reader of its kind; itself if it is of another kind."""
-    kinds = {Json: "json", Csv: "csv", **({} if text is None else {Text: "text", Parquet: "parquet"})}
+    kinds: dict[Any, str] = {Json: "json", Csv: "csv"}
+    if text is not None:
+        kinds |= {Text: "text", Parquet: "parquet"}
     kind = next((kind for base, kind in kinds.items() if isinstance(declared, base)), None)
     if kind is None:
         return declared
@@ -252,6 +255,8 @@ def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | No
     names = [Path(name) for of_split in (config.data_files or {}).values() for name in of_split]
     if kind == "csv" and config.sep == "\t" and all(".tsv" in name.suffixes[-2:] for name in names):
         settings["quoting"] = csv.QUOTE_NONE  # as in every TSV file
+    if kind == "text" and text is not None:
+        settings |= text
     return READERS[kind](
         dataset_name=declared.dataset_name,
         config_name=config.name,
@@ -260,5 +265,5 @@ def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | No
         base_path=declared.base_path,
         hash=VERSION,
         data_files=data_files,
-        **{**settings, **((text or {}) if kind == "text" else {})},
+        **settings,
     )

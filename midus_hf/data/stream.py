@@ -153,11 +153,12 @@ class StreamedSequences(IterableDataset):
             state = json.loads(file.metadata()["state"])
             has_digests = "texts_read" in file.keys()
             read = json.loads(file.get_tensor("texts_read").tobytes()) if has_digests else [None] * 3
-            lists = {
-                name: [each.copy() for each in np.split(file.get_tensor(name), np.cumsum(lengths)[:-1])]
-                for name in ["pieces", *self._new_packer().columns]
-                if len(lengths := file.get_tensor(f"{name}.lengths"))
-            }
+            lists = {}
+            for name in ["pieces", *self._new_packer().columns]:
+                lengths = file.get_tensor(f"{name}.lengths")
+                if len(lengths):
+                    arrays = np.split(file.get_tensor(name), np.cumsum(lengths)[:-1])
+                    lists[name] = [array.copy() for array in arrays]
         pieces = iter(lists.pop("pieces", []))
         self._rows = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
         self._compare(*read)
@@ -228,6 +229,7 @@ class StreamedSequences(IterableDataset):
         self._batches = self._source.iter(_TEXTS_AT_ONCE)
 
     def _read_on(self) -> None:
+        """Read a batch of texts and add its sequences; end the pass if there is none."""
         counts = self._counts
         batch = self._next_batch(counts["texts"])
         self._state = None
@@ -312,6 +314,7 @@ class StreamedSequences(IterableDataset):
             self._counts["sequences"] += 1
 
     def _end_pass(self) -> None:
+        """Add what packers still hold; refuse a pass without a sequence, and note the end of the first."""
         counts = self._counts
         for packer in self._packers.values():
             is_read = packer.fill is not None or sum(map(len, packer.pieces)) > DROPPED_SHARE * counts["tokens"]

@@ -140,7 +140,10 @@ def _read_parts(found: "regex.Match[str]") -> Iterator[tuple[str, Decimal | None
         if value is None:
             yield sign + part, None
         else:
-            value = (value.copy_negate() if sign else value) if value else Decimal(0)
+            if not value:
+                value = Decimal(0)
+            elif sign:
+                value = value.copy_negate()
             yield str(value.normalize(decimal.Context(prec=len(part)))), value
         sign = ""
 

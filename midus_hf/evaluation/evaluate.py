@@ -39,6 +39,7 @@ class EvaluationSettings:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        """Refuse settings of what is not measured, and numbers that are too small."""
         if self.text is None and not self.tasks:
             raise RequestError("there is nothing to measure; give a text, tasks, or both.")
         for field in dataclasses.fields(self):
@@ -89,6 +90,7 @@ def _measure(
     written: "DocumentPaths | None",
     tasks: "Tasks | None",
 ) -> dict[str, Any]:
+    """Load a model and return its perplexity on documents and its results of tasks."""
     from midus_hf.evaluation.fetching import fetches_blocks
     from midus_hf.evaluation.text_rows import row_losses, text_rows
     from midus_hf.memories.packs.kept_readings import keep_readings

@@ -222,6 +222,7 @@ def local_task_names() -> list[str]:
 
 
 def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
+    """Return lm-eval's config of a task with questions in `data`, after a check of all of them."""
     data = Path(data).resolve()
     if not (data / f"{name}.jsonl").is_file():
         raise RequestError(

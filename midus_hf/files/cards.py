@@ -63,11 +63,14 @@ def card_example(model_type: str, auto_class: str, writes: bool, repository: str
 def without_results(card: str, change: str) -> str:
     """Return a card without the results (`model-index`) that a `change` invalidates; print a note."""
     metadata = _METADATA.match(card)
-    kept, within, found = "", False, False
+    kept = ""
+    within = found = False
     for line in io.StringIO(metadata[0] if metadata else "", newline=""):
         begins = bool(_RESULTS.match(line))
         within = begins or (within and line[0] in " \t-#\r\n")  # anything else begins the next key
-        kept, found = kept + line * (not within), found or begins
+        found = found or begins
+        if not within:
+            kept += line
     if metadata is None or not found:
         return card
     print(f"results in the card's metadata are left out, since they were measured before {change}", file=sys.stderr)

@@ -129,6 +129,7 @@ class OutputFolder:
             )
 
     def _check(self) -> None:
+        """Refuse an output that cannot be written, or that would replace other files than a checkpoint's."""
         output = f"output {self.path}"
         if not self.disk.is_dir() or not os.access(self.disk, os.W_OK):
             raise RequestError(f"{output} cannot be made: {self.disk} is not a writable folder.")
@@ -159,7 +160,10 @@ class OutputFolder:
         with convert_disk_errors(self.path), exclusive(self.partial, RequestError(busy)):
             try:
                 for left in self.partial.iterdir():  # by a killed run
-                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                    if left.is_dir() and not left.is_symlink():
+                        shutil.rmtree(left)
+                    else:
+                        left.unlink()
                 self._check()
                 yield self.partial
                 self._commit()

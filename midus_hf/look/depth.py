@@ -257,9 +257,8 @@ def depth_panels(readings: Sequence[DepthReading], head: DepthMap | None = None)
     if head is not None:
         numbers = [str(token) for token in range(len(head.sequence))]
         names = [*numbers, *(f"{slot.layer}{slot.source[0]}" for slot in head.slots)]
-        rows = (
-            torch.cat([head.sequence, head.depth], 1).sqrt().tolist()
-        )  # so that small shares of many keys can be seen
+        # Roots, so that small shares of many keys can be seen.
+        rows = torch.cat([head.sequence, head.depth], 1).sqrt().tolist()
         title = f"Layer {head.layer}, head {head.head}: roots of the shares"
         return {title: grid(rows, "keys | slots", "query", columns=names, lines=numbers, boundary=len(numbers))}
     slots = sorted({slot for reading in readings for slot in reading.slots})

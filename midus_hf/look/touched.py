@@ -109,6 +109,7 @@ def touched_rows(
     counts: Mapping[tuple[str, str], TouchedTokens],
     certificate: Mapping[str, Any] | None,
 ) -> list[Row]:
+    """Return a row for each text and memory: how many documents and tokens read n-grams or names."""
     known = {} if certificate is None else {text["sha256"]: text["name"] for text in certificate["texts"]}
     certified = {name: texts_digest(documents) in known for name, documents in texts.items()} if known else {}
     rows: list[Row] = []

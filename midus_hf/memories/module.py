@@ -155,7 +155,8 @@ def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
     sites = {"inserted", *(site.name for site in memory.sites)}
     missing = [("sites", site) for site in options.sites if site not in sites]
     missing += [("services", name) for name, is_needed in needed.items() if is_needed and name not in own]
-    for kind, name in missing:
+    if missing:
+        kind, name = missing[0]
         raise RequestError(
             f"memory type {options.type!r} needs {name}, which {of_class}.{kind} leaves out; expected its class of "
             f"midus_hf.memories.hosting.{kind} there."

@@ -378,7 +378,7 @@ def _adapter_tensors(module: nn.Module) -> dict[str, set[str]]:
     for module_name, within in module.named_modules():
         for attribute in getattr(within, "adapter_layer_names", ()):
             adapters = getattr(within, attribute, None)
-            for name, _ in adapters.named_parameters() if isinstance(adapters, nn.Module) else ():
-                # A ModuleDict has "default.weight", a ParameterDict "default".
-                tensors.setdefault(name.split(".")[0], set()).add(f"{module_name}.{attribute}.{name}")
+            if isinstance(adapters, nn.Module):
+                for name, _ in adapters.named_parameters():  # "default.weight", or "default" of a ParameterDict
+                    tensors.setdefault(name.split(".")[0], set()).add(f"{module_name}.{attribute}.{name}")
     return tensors

@@ -109,10 +109,8 @@ def reference_tucker_topk(
     row_leading = torch.einsum("...hnr,hr->...hn", row_scores, row_vector.to(dtype))
     column_leading = torch.einsum("...hnr,hr->...hn", column_scores, column_vector.to(dtype))
     rows, columns = (leading.topk(side, dim=-1).indices for leading in (row_leading, column_leading))
-    kept_rows, kept_columns = (
-        scores_of_keys(row_scores, rows),
-        scores_of_keys(column_scores, columns),
-    )  # [..., H, side, r] each
+    kept_rows = scores_of_keys(row_scores, rows)  # [..., H, side, r]
+    kept_columns = scores_of_keys(column_scores, columns)  # [..., H, side, r]
     scores = (kept_rows @ core.to(dtype)) @ kept_columns.transpose(-1, -2)  # [..., H, side, side]
     slots = rows.unsqueeze(-1) * n + columns.unsqueeze(-2)
     best, places = scores.flatten(-2).topk(k, dim=-1)  # [..., H, k]

@@ -138,13 +138,12 @@ def answer_of_hub(error: Exception) -> str | None:
     if not isinstance(answer, HfHubHTTPError):
         return None
     status = answer.response.status_code
-    remedy = (
-        "accept its terms on its page of the Hub, and log in with 'hf auth login' or set HF_TOKEN"
-        if isinstance(answer, GatedRepoError)
-        else "try again later"
-        if status >= 500 or status in _BUSY
-        else "check the name, and log in with 'hf auth login' to an account that has the right to it"
-    )
+    if isinstance(answer, GatedRepoError):
+        remedy = "accept its terms on its page of the Hub, and log in with 'hf auth login' or set HF_TOKEN"
+    elif status >= 500 or status in _BUSY:
+        remedy = "try again later"
+    else:
+        remedy = "check the name, and log in with 'hf auth login' to an account that has the right to it"
     reason = textwrap.shorten(str(answer), _LONGEST_REASON, placeholder=" ...")
     return f"the Hub answers with status {status} ({reason}); {remedy}"
 

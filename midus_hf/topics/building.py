@@ -215,7 +215,8 @@ def calibrate(
     seed: int,
 ) -> None:
     """Lower a tree's least similarity so that 95 of 100 held-out texts of every length reach it."""
-    cuts = [stretches for length in _LENGTHS if (stretches := _stretches(texts, length, seed))]
+    cut = [_stretches(texts, length, seed) for length in _LENGTHS]
+    cuts = [stretches for stretches in cut if stretches]
     if not cuts:
         return
     similarities = [tree.similarity(embed(stretches)).numpy() for stretches in cuts]
@@ -253,8 +254,9 @@ def grow_tree(
     part = build_tree(unit_rows(embeddings, new).numpy(), options, held_out=held_out)
     leaves = np.empty(len(near), np.int64)
     leaves[new] = part.leaves + len(tree.centroids[-1])
-    for rows in _stretches_of(old) if len(old) else ():
-        leaves[rows] = tree.paths(unit_rows(embeddings, rows))[:, -1].numpy()
+    if len(old):
+        for rows in _stretches_of(old):
+            leaves[rows] = tree.paths(unit_rows(embeddings, rows))[:, -1].numpy()
     centroids = [torch.cat(levels) for levels in zip(tree.centroids, part.tree.centroids, strict=True)]
     sizes = None
     if tree.sizes is not None:

@@ -181,6 +181,7 @@ def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
 
 
 def _checked_output(output: Path, overwrite: bool) -> Path:
+    """Return the folder to build a tree in; refuse one with other files, or with a tree to keep."""
     if importlib.util.find_spec("sklearn") is None:
         raise RequestError(f"clustering needs scikit-learn; {install_extra('clusters')}.")
     output = output.expanduser()

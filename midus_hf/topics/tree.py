@@ -266,10 +266,9 @@ def lasting_name(name: str) -> str:
 
 def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Return squared L2 distances `[N, k]`, float32, to centroids `[k, c]` or `[N, k, c]`."""
-    rows, wide = (
-        embeddings.double(),
-        centroids.double(),
-    )  # so that they do not depend on how many are computed at once
+    # In float64, so that distances do not depend on how many are computed at once.
+    rows = embeddings.double()
+    wide = centroids.double()
     products = rows @ wide.T if wide.dim() == 2 else (wide @ rows.unsqueeze(-1)).squeeze(-1)
     lengths = rows.square().sum(-1, keepdim=True)
     return (lengths - 2 * products + wide.square().sum(-1)).float()

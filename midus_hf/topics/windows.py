@@ -161,6 +161,7 @@ def windows_of_corpus(folder: Path, rows: "Dataset", column: str) -> StoredWindo
 def _request(
     rows: "Dataset", corpus: str, column: str, tokenizer: Any, embedder: TextEmbedder, window_tokens: int
 ) -> dict[str, Any]:
+    """Return what decides a corpus' windows and embeddings, to compare with an interrupted build's."""
     if window_tokens < 1:
         raise RequestError(f"window_tokens is {window_tokens}; expected at least 1.")
     settings = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -28,6 +28,7 @@ class MemoryArguments(ModelKeys):
     """
 
     def __post_init__(self) -> None:
+        """Fill in what follows from other keys, and refuse keys that do not fit together."""
         for name, value in vars(self).items():
             if type(value) is str and value.startswith("~/"):
                 setattr(self, name, os.path.expanduser(value))

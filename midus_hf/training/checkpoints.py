@@ -50,11 +50,17 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
     with safe_open(path, "pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         for name in sorted(tensors.keys() | shapes.keys()):
-            relation = "lacks" if name not in shapes else "also has" if name not in tensors else "has another shape of"
-            if name not in tensors or shapes.get(name) != tuple(tensors[name].shape):
-                raise RequestError(
-                    f"{path} {relation} {name}, so its run trained other tensors; resume with the same model and keys."
-                )
+            if name not in shapes:
+                relation = "lacks"
+            elif name not in tensors:
+                relation = "also has"
+            elif shapes[name] != tuple(tensors[name].shape):
+                relation = "has another shape of"
+            else:
+                continue
+            raise RequestError(
+                f"{path} {relation} {name}, so its run trained other tensors; resume with the same model and keys."
+            )
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(file.get_tensor(name))
@@ -63,8 +69,12 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
 def checkpoints_in(output: str | os.PathLike) -> dict[int, Path]:
     """Return the checkpoints in a folder, complete or not, the latest first."""
     folder = Path(output)
-    found = [path for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir()]
-    steps = {int(match[1]): path for path in found if (match := CHECKPOINT_NAME.fullmatch(path.name))}
+    steps: dict[int, Path] = {}
+    if folder.is_dir():
+        for path in folder.iterdir():
+            match = CHECKPOINT_NAME.fullmatch(path.name)
+            if match and path.is_dir():
+                steps[int(match[1])] = path
     return dict(sorted(steps.items(), reverse=True))
 
 
@@ -83,9 +93,10 @@ def find_damage(checkpoint: Path, contents: bool = True) -> str | None:
             num_bytes = (checkpoint / name).stat().st_size
             if num_bytes != size:
                 return f"{name} has {num_bytes:,} bytes instead of {size:,}"
-        for name, (_, digest) in entries.items() if contents else ():
-            if _sha256(checkpoint / name) != digest:
-                return f"{name} does not have the contents that were written"
+        if contents:
+            for name, (_, digest) in entries.items():
+                if _sha256(checkpoint / name) != digest:
+                    return f"{name} does not have the contents that were written"
     except FileNotFoundError:
         return "it was not completely written" if name == MANIFEST_FILE else f"{name} is missing"
     except OSError as error:

@@ -186,7 +186,11 @@ def cast_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dty
             tensors |= {f"{prefix}.{name}": buffer for name, buffer in module.named_buffers()}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     for tensor in tensors.values():
-        if not bf16 or tensor.requires_grad if isinstance(tensor, nn.Parameter) else tensor.is_floating_point():
+        if isinstance(tensor, nn.Parameter):
+            is_cast = tensor.requires_grad or not bf16
+        else:
+            is_cast = tensor.is_floating_point()
+        if is_cast:
             tensor.data = tensor.data.float()
     return dtypes
 

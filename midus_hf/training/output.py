@@ -93,6 +93,7 @@ def in_main_process(arguments: Any, work: Callable[[], Result]) -> Result:
 
 
 def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
+    """Lock and create the output in this process; return the checkpoint to resume from, if any."""
     output = Path(arguments.output_dir)
     resume = arguments.resume_from_checkpoint
     if output.exists() and not output.is_dir():

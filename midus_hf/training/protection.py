@@ -62,7 +62,7 @@ class Protection:
             self.counts[table.memory] = {"known": known, "left": left}
             if len(taken):
                 texts_of_taken = [repr(_text_of(key, tokenizer)) for key in taken[:_SHOWN].tolist()]
-                beyond = f" and {len(taken) - _SHOWN:,} more" * (len(taken) > _SHOWN)
+                beyond = f" and {len(taken) - _SHOWN:,} more" if len(taken) > _SHOWN else ""
                 self._taken[table.memory] = f"; protected texts have {', '.join(texts_of_taken)}{beyond}"
 
     def __str__(self) -> str:
@@ -133,6 +133,7 @@ def _text_of(key: int, tokenizer: Any) -> str:
 
 
 def _section(texts: Sequence[Mapping[str, Any]], memories: Mapping[str, Any]) -> str:
+    """Return the model card's section on protected texts."""
     row = "| {name} | {documents:,} | {tokens:,} | `{sha256:.16}` |"
     lines = "\n".join(row.format(**each) for each in texts)
     return f"""
@@ -164,7 +165,9 @@ def compare_texts(
         for number, document in enumerate(show_progress(documents, desc="comparing texts", unit=" texts")):
             ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.int64, device=model.device)
             total += len(ids)
-            for part in ids.unsqueeze(0).split(min(_TOKENS_PER_PASS, positions), 1) if len(ids) else ():
+            if not len(ids):
+                continue
+            for part in ids.unsqueeze(0).split(min(_TOKENS_PER_PASS, positions), 1):
                 logits = model(input_ids=part, use_cache=False).logits
                 with without_memories(decoder_of(model).layers, memories):
                     if not torch.equal(model(input_ids=part, use_cache=False).logits, logits):

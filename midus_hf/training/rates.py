@@ -123,7 +123,11 @@ class _LineSearch:
 
     def find_turns(self, keys: set[str]) -> dict[str, float]:
         """Return by key the rate where the loss turns, without keys along which it only rises."""
-        turns = {key: turn for key in self.keys if key in keys and (turn := self._find_turn({key: 1.0})) is not None}
+        turns: dict[str, float] = {}
+        for key in self.keys:
+            turn = self._find_turn({key: 1.0}) if key in keys else None
+            if turn is not None:
+                turns[key] = turn
         if len(turns) > 1:  # steps that help one by one may overshoot together
             together = self._find_turn(turns)
             turns = {key: turn * min(1.0, together or 1.0) for key, turn in turns.items()}

@@ -94,7 +94,9 @@ class RowAdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         for state in self.state.values():
-            for key in _MOMENTS if "rows" in state else ():
+            if "rows" not in state:
+                continue
+            for key in _MOMENTS:
                 if state[key].untyped_storage().nbytes() > state[key].nbytes:
                     state[key] = state[key].clone()
         return super().state_dict()
@@ -110,6 +112,7 @@ class RowAdamW(torch.optim.AdamW):
                 self.state[table]["rows"] = rows.to(table.device)
 
     def _update_rows(self, group: dict[str, Any], table: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Update the rows that a sparse gradient has, and their moments, which it makes if needed."""
         gradient = gradient.coalesce()
         shape = table.shape[: gradient.sparse_dim()]
         flat = table.view(shape.numel(), *table.shape[gradient.sparse_dim() :])  # [R, ...]

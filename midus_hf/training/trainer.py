@@ -134,7 +134,7 @@ class MemoryTrainerMixin(AnyTrainer):
                 check_checkpoint(self, checkpoint)
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
-            if state.global_step >= state.max_steps > 0 and self.args.max_steps in (-1, state.max_steps):
+            if 0 < state.max_steps <= state.global_step and self.args.max_steps in (-1, state.max_steps):
                 best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
                 if best is not None:  # next to it, also if the folder was moved
                     checkpoint = checkpoint.with_name(Path(best).name)
@@ -285,6 +285,7 @@ class MemoryTrainerMixin(AnyTrainer):
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Save as `Trainer` does, with blocks, stream and inputs; remove a checkpoint that is incomplete."""
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._is_checkpointing = True

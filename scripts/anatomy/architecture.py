@@ -264,9 +264,10 @@ def _agreed(parts: list[LayerParts]) -> LayerParts:
     values = {}
     for field in fields(LayerParts):
         layer_values = {getattr(each, field.name) for each in parts}
-        values[field.name] = (
-            layer_values.pop() if len(layer_values) == 1 else (False if True in layer_values else None)
-        )
+        if len(layer_values) == 1:
+            values[field.name] = layer_values.pop()
+        else:
+            values[field.name] = False if True in layer_values else None
     return LayerParts(**values)
 
 

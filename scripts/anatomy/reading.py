@@ -43,7 +43,7 @@ def read_type(model_type: str) -> ModelType:
         class_name=architecture.class_name,
         stack=type(model.model).__name__,
         layers={kind.__name__: parts for kind, parts in architecture.layers.items()},
-        mixers=tuple(dict.fromkeys(name for layer in layers if (name := part_name(layer, MIXERS)))),
+        mixers=tuple(filter(None, dict.fromkeys(part_name(layer, MIXERS) for layer in layers))),
         attention_class=_only_class(attentions),
         mlp_class=_only_class(networks),
         some_do_not_rotate=not all(map(_rotates, attentions)),

@@ -118,7 +118,7 @@ def state(
                 gate = memory.depth_gate.clamp(0, 1)
                 _change_heads(mixer_of(layer), calls, partial(_with_depth, writers, gate, calls))
         elif entry.site.startswith("inside-"):
-            part = (mixer_of if entry.site == "inside-attention" else feed_forward_of)(layer)
+            part = mixer_of(layer) if entry.site == "inside-attention" else feed_forward_of(layer)
             for role in entry.options.layer_projections(hosting.config.memories().sizes):
                 projection = _projection(part, role, base.config)
                 module = getattr(part, projection.module)
@@ -302,20 +302,18 @@ def _with_depth(
     writers: list[_Writer], gate: torch.Tensor, calls: _Calls, attention: Any, call: _Call, heads: Heads
 ) -> torch.Tensor:
     """Return the output of heads joined with attention to slots of earlier layers, by the shares of one softmax over both."""
-    query, slots = _unrotated(attention, call).query, []
-    for (
-        memory,
-        writer,
-        network,
-    ) in writers:  # a slot is what the writer's attention makes, unrotated, of the network's input
+    query = _unrotated(attention, call).query
+    slots = []
+    # A slot is what the writer's attention makes, unrotated, of the network's input.
+    for memory, writer, network in writers:
         read = calls[network].read
         slots.append(_unrotated(writer, call, key=_Fixed(memory.ffn_key(read)), value=_Fixed(memory.ffn_value(read))))
+    group = query.shape[1] // slots[0].key.shape[1]
+    # [B, H, T, n, d]
     keys, values = (
-        torch.stack([getattr(slot, part) for slot in slots], dim=3).repeat_interleave(
-            query.shape[1] // slots[0].key.shape[1], dim=1
-        )
+        torch.stack([getattr(slot, part) for slot in slots], dim=3).repeat_interleave(group, dim=1)
         for part in ("key", "value")
-    )  # [B, H, T, n, d]
+    )
     depth_scores = heads.scores(query.unsqueeze(3), keys).squeeze(3)  # [B, H, T, n]
     depth_output = (depth_scores.softmax(-1).unsqueeze(3) @ values).squeeze(3).transpose(1, 2)  # [B, T, H, d]
     own_keys = heads.key.repeat_interleave(query.shape[1] // heads.key.shape[1], dim=1)

@@ -154,9 +154,8 @@ class LayerRoles:
 
     modules: dict[str, str]  # roles, also of the modules within, unless these have their own
     offsets: dict[str, float | None] = field(default_factory=dict)  # of weights of norms
-    parts: dict[str, tuple[tuple[str, int], ...]] = field(
-        default_factory=dict
-    )  # of linear modules that stack projections
+    # of linear modules that stack projections
+    parts: dict[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     has_experts: bool = False  # whether a feed-forward network is a mixture of experts
 
     def role(self, name: str) -> str:
@@ -170,7 +169,8 @@ class LayerRoles:
 def read_roles(row: ModelType, layer: nn.Module) -> LayerRoles:
     """Return what the modules of a layer on the meta device do, of a model type."""
     parts = row.layers[type(layer).__name__]
-    roles = LayerRoles({**_OF_LAYERS, **{norm: role for role in _NORMS if (norm := getattr(parts, role))}})
+    norms = {getattr(parts, role): role for role in _NORMS}
+    roles = LayerRoles({**_OF_LAYERS, **{norm: role for norm, role in norms.items() if norm}})
     for names, read in ((MIXERS, _read_mixer), (FEED_FORWARDS, _read_network)):
         for name in names:
             module = getattr(layer, name, None)
@@ -201,6 +201,7 @@ def gain_offset(norm: nn.Module) -> float | None:
 
 
 def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) -> None:
+    """Add the roles of a mixer's modules, and what their stacked projections consist of."""
     outputs = [
         child for child in PROJECTIONS["output_projection"] if isinstance(getattr(mixer, child, None), nn.Module)
     ]
@@ -232,6 +233,7 @@ def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) 
 
 
 def _read_network(row: ModelType, roles: LayerRoles, name: str, network: nn.Module) -> None:
+    """Add the roles of a feed-forward network's matrices, or that it has experts."""
     if any(parameter.dim() > 2 for parameter in network.parameters()) or any(
         isinstance(module, nn.ModuleList) for module in network.modules()
     ):

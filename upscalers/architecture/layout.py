@@ -97,6 +97,7 @@ def layout_of(config: Config) -> Layout:
 
 @cache
 def _backbone(content: str) -> Layout:
+    """Return the layout of a config without our memories, known or read from a built model."""
     native = json.loads(content)
     for key in (*_NEEDED, *_POSITIVE, "intermediate_size"):
         value = native.get(key)
@@ -146,7 +147,8 @@ def layout_from(native: Config, config: Any, layers: list[dict[str, LayerTensor]
     # The last layers may reuse keys and values of earlier ones of their type.
     types_or_blank = types or [""] * len(layers)
     first_shared = len(layers) - num_shared
-    sources = (  # of the keys and values that later layers take
+    # Of the keys and values that later layers take.
+    sources = (
         max((layer for layer in range(first_shared) if types_or_blank[layer] == each), default=first_shared)
         for each in {*types_or_blank[first_shared:]}
     )
@@ -241,6 +243,7 @@ def known_layout(native: Config) -> dict[str, Any] | None:
 
 
 def _is_usual(native: Config, values: Config, kinds: dict[str, list[str]]) -> bool:
+    """Return whether a config's values lie where known layouts hold, so that no model need be built."""
     num_layers = values["num_hidden_layers"]
     pad = values.get("pad_token_id")
     period = native.get(_PERIOD_KEY, 1)

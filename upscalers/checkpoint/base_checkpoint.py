@@ -235,6 +235,7 @@ def _check_tensors(
     integers: Mapping[str, str],
     config: Config,
 ) -> tuple[str, ...]:
+    """Refuse shapes and dtypes that the config does not expect; return names of other tensors."""
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise RequestError(

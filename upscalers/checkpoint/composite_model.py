@@ -121,6 +121,7 @@ def _native(config: Config) -> Config:
 
 @cache
 def _built(native: str) -> CompositeModel:
+    """Return a composite model's config, language model and tensor names, from one on the meta device."""
     import torch
     from transformers import (
         CONFIG_MAPPING,

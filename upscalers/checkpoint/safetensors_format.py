@@ -186,6 +186,7 @@ def missing_weights(base: str, files: Iterable[str]) -> str:
 
 
 def _indexed_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
+    """Return the tensors of a shard index; None if a shard is missing and weights are not needed."""
     index_path = folder / INDEX_FILE
     try:
         weight_map = parse_json(index_path.read_text(encoding="utf-8"))["weight_map"]

@@ -125,6 +125,7 @@ def travelling_files(folder: Path) -> list[Path]:
 
 
 def _download(name: str, revision: str | None, config_only: bool, needs: Sequence[Kind]) -> Path:
+    """Return the folder of a Hub model's files, all of one commit: config, needed files, weights."""
     wanted = [*chain(*needs), *(() if config_only else (*TRAVELLING, SINGLE_FILE))]
     first = _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *bank_patterns())
     folder = _fetch(name, revision, (*first, *(pattern for pattern in wanted if "/" in pattern)))

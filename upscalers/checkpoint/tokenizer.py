@@ -104,12 +104,10 @@ def name_processors(model_type: str, folder: Path, progress: Progress) -> dict[s
     named: dict[str, dict[str, str]] = {}
     for module, kind, keys, files in _PROCESSORS:
         table = getattr(import_module(f"transformers.models.auto.{module}"), f"{kind}_MAPPING_NAMES")
-        known = table.get(model_type)
-        name = (
-            known.get("torchvision") or (known.get("pil") or "").removesuffix("Pil")
-            if isinstance(known, dict)
-            else known
-        )
+        name = table.get(model_type)
+        if isinstance(name, dict):
+            without_torchvision = (name.get("pil") or "").removesuffix("Pil")
+            name = name.get("torchvision") or without_torchvision
         file = next((file for file in files if file in texts), None)
         if name and file and not any(f'"{word}"' in text for text in texts.values() for word in (*keys, "auto_map")):
             named.setdefault(file, {})[keys[0]] = name

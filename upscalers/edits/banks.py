@@ -113,7 +113,9 @@ def _find_related_blocks(
 ) -> dict[str, list[str]]:
     """Find what else trained on the topics' texts: remaining blocks, by where they are."""
     kept: dict[str, set[Node]] = {"above": set(), "same": set(), "below": set(), "generic": set()}
-    for name, nodes in left.items() if topics else ():
+    if not topics:
+        return {where: [] for where in kept}
+    for name, nodes in left.items():
         k = banks[name].layout.blocks.branching
         for node in nodes:
             if node[1] == GENERIC:
@@ -128,6 +130,7 @@ def _find_related_blocks(
 
 
 def _trained_weights(folder: Path) -> bool | None:
+    """Return whether the recorded run trained other weights than blocks; None if none is recorded."""
     if not (folder / RUN_CONFIG).is_file():
         return None
     run = read_mapping(folder / RUN_CONFIG)
@@ -202,6 +205,7 @@ def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
 
 
 def _describe_bank(name: str, bank: "MemoryBank") -> dict[str, Any]:
+    """Return the numbers of a bank: its blocks, written and deleted nodes and bytes, by level."""
     layout = bank.layout
     levels = [
         {

@@ -143,6 +143,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
 def _arranged(
     memory: ChapterMemory, numbers: Sequence[int], rows: Origins, routers: Origins, options: dict[str, Any]
 ) -> EditDetails:
+    """Return the edit that arranges chapters: tensors of banks and routers, and what is recorded."""
     tensors: dict[str, list[OutputTensor]] = {}
 
     def make(name: str, origins: Origins, rows_of_chapter: int) -> None:
@@ -238,6 +239,7 @@ def list_chapters(model: str | Path, memory: str | None = None, progress: Progre
 
 
 def _describe_bank(memory: ChapterMemory, bank: ChapterBank, progress: Progress) -> dict[str, Any]:
+    """Return each chapter's mean row norm in a bank, and routers' biases by layer."""
     import torch
 
     norms = []

@@ -261,7 +261,9 @@ def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, A
 
 def _name_in(entry: Mapping[str, Any]) -> str:
     kind = memory_type(entry["type"])
-    return entry.get("name") or (kind.type if entry.get("site", kind.sites[0]) == "inserted" else kind.default_name)
+    is_inserted = entry.get("site", kind.sites[0]) == "inserted"
+    usual = kind.type if is_inserted else kind.default_name
+    return entry.get("name") or usual
 
 
 def _edited_card(card: str, edit: dict[str, Any]) -> str:

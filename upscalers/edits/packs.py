@@ -172,6 +172,7 @@ def _edit(
     change: Callable[["Glossary"], "GlossaryChange"],
     protect: str | None = None,
 ) -> dict[str, Any]:
+    """Change a glossary in place or in a copy; return what changed and where deleted text remains."""
     started = time.perf_counter()
     with _open_folder(request) as source:
         opened = open_base(source, needs_weights=request.output is not None)
@@ -249,6 +250,7 @@ def _differences(before: Sequence["Entry"], after: Sequence["Entry"]) -> dict[st
 
 @contextlib.contextmanager
 def _open_folder(request: EditRequest) -> Iterator[Path]:
+    """Yield the checkpoint's folder, locked if it is changed in place; refuse one that cannot be."""
     if request.output is not None:
         with resolve_source(str(request.model)) as source:
             yield source.folder
@@ -313,6 +315,7 @@ def _left(glossary: "Glossary", deleted: Sequence["Entry"], output: Path) -> dic
 
 
 def _find_copies(deleted: Iterable["Entry"], source: Path, output: Path) -> dict[str, Any]:
+    """Return files nearby and in caches that have a deleted entry, and the folders searched."""
     from midus_hf.data.corpus import ROW_SUFFIXES
 
     wanted = [

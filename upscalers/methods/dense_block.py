@@ -106,14 +106,15 @@ class DenseMethod(Method):
     def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         filled = self.filled_roles(base)
         filled |= {_ALSO_WRITING[role] for role in filled if role in _ALSO_WRITING}
-        return {
-            name: Fill(tensor.shape, -(tensor.offset or 0.0))
-            if tensor.role in filled
-            else Fill(tensor.shape, 1.0)
-            if filled and tensor.role == "layer_scalar"
-            else self.tensor_recipe(base, layer, name, tensor)
-            for name, tensor in base.layout.backbone_layers[layer.sources[0]].items()
-        }
+        recipes: dict[str, Recipe] = {}
+        for name, tensor in base.layout.backbone_layers[layer.sources[0]].items():
+            if tensor.role in filled:
+                recipes[name] = Fill(tensor.shape, -(tensor.offset or 0.0))
+            elif filled and tensor.role == "layer_scalar":
+                recipes[name] = Fill(tensor.shape, 1.0)
+            else:
+                recipes[name] = self.tensor_recipe(base, layer, name, tensor)
+        return recipes
 
     def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
         """Return the recipe of a tensor that the identity does not fill: by default the first source's."""

@@ -185,6 +185,7 @@ class Engram(AttachedMemoryMethod):
         return numbers
 
     def _ngrams(self, base: BaseCheckpoint) -> "torch.Tensor":
+        """Return keys of the n-grams that get rows, from the corpus; refuse one without any."""
         from midus_hf.data.corpus import read_corpus
         from midus_hf.memories.engram.known_ngrams import keys_of_texts, known_ngrams
 
@@ -309,8 +310,11 @@ def equivalent_ids(tokenizer: Any) -> list[int]:
     numbers = []
     for token in range(len(tokenizer)):
         text = tokenizer.decode([token], skip_special_tokens=False)
-        alike = like.normalize_str(text)
-        # A zero byte, which texts lack, keeps names of tokens apart from texts.
-        key = f"\0{tokenizer.convert_ids_to_tokens(token)}" if _BROKEN in text else (alike.strip() or alike or text)
+        if _BROKEN in text:
+            # A zero byte, which texts lack, keeps names of tokens apart from texts.
+            key = f"\0{tokenizer.convert_ids_to_tokens(token)}"
+        else:
+            alike = like.normalize_str(text)
+            key = alike.strip() or alike or text
         numbers.append(first.setdefault(key, token))
     return numbers

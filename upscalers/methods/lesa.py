@@ -77,12 +77,12 @@ class Lesa(MatrixMethod):
             raise RequestError(
                 f"the base has {base.num_layers} layers; lesa needs at least 3, to learn a layer from the two around it."
             )
-        for layer in sorted(base.layout.memories.inserted):
+        inserted = base.layout.memories.inserted
+        if inserted:
             raise RequestError(
-                f"base layer {layer} is a memory block; lesa learns from all layers, and expected each to have a feed-forward "
-                "network. Upscale the base without memory first."
+                f"base layer {min(inserted)} is a memory block; lesa learns from all layers, and expected each to have a "
+                "feed-forward network. Upscale the base without memory first."
             )
-
         self.check_sources(base, range(base.num_layers), "a new layer")
 
     @property
@@ -207,6 +207,7 @@ class MatrixPrediction(Solver):
     def _measure(
         self, index: int, matrix: "torch.Tensor", previous: "torch.Tensor", following: "torch.Tensor", left_out: int
     ) -> None:
+        """Add to the measurements how a predicted matrix relates to those of the layers around it."""
         import torch
 
         neighbours = (previous.norm() + following.norm()) / 2

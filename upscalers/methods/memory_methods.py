@@ -103,6 +103,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     adds_layers = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make the sites and options of a method from the options of its memory."""
         super().__init_subclass__(**kwargs)
         if "memory_options" not in vars(cls):
             return

@@ -142,7 +142,10 @@ class BlockFusion(Solver):
         return norms | stacked(self._tensors, [(each, SolverTensor(each.shape, self, each.key)) for each in made])
 
     def solve(self, scratch: Scratch) -> "Iterator[tuple[str, torch.Tensor]]":
-        scratch.progress.stage(f"fusing {self.label}", len(self._weights) - ("down" in self._filled) + 1)
+        num_fused = len(self._weights)
+        if "down" in self._filled:
+            num_fused -= 1
+        scratch.progress.stage(f"fusing {self.label}", num_fused + 1)
         for role in ("query", "key", "value"):
             previous, following = self._pair(scratch, role)
             plan = self._transport(role, previous, following, scratch, previous)

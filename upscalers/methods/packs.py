@@ -76,9 +76,10 @@ class Packs(AttachedMemoryMethod):
                 "--corpus FILE."
             )
         kinds = {str(rope.get("rope_type")) for rope in _rotations(base.config)}
-        for kind in kinds & {*_BY_LENGTH}:
+        by_length = kinds & {*_BY_LENGTH}
+        if by_length:
             raise RequestError(
-                f"the base rotates keys by the length of the text (rope_type {kind!r}), so that keys of one text do not "
+                f"the base rotates keys by the length of the text (rope_type {min(by_length)!r}), so that keys of one text do not "
                 "fit another; expected a rotation by positions only. Choose another method."
             )
         super().check(base)

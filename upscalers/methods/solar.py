@@ -26,6 +26,7 @@ class Solar(Stack):
     options_class = NoOptions
 
     def ranges(self, num_layers: int, num_new_layers: int | None, placement: str | None) -> list[range]:
+        """Return the ranges of both stacks; refuse a placement, and numbers that leave no equal stacks."""
         if placement is not None:
             raise RequestError(
                 f"placement is {placement!r}, but solar orders the layers itself; expected none. Pass --num-new-layers."

@@ -76,11 +76,12 @@ def strip(
             progress.stage("checking what was written", 1)
             write_part(source.folder, folder.partial, _base_config(upscaled, tensors, resized, progress), progress)
             changed: Any = record.get(CHANGED_KEY)
-            for name in CHANGED_FILES if isinstance(changed, dict) else ():
-                if isinstance(changed.get(name), str):
-                    (folder.partial / name).write_text(changed[name], encoding="utf-8")
-                elif name in changed:
-                    (folder.partial / name).unlink(missing_ok=True)
+            if isinstance(changed, dict):
+                for name in CHANGED_FILES:
+                    if isinstance(changed.get(name), str):
+                        (folder.partial / name).write_text(changed[name], encoding="utf-8")
+                    elif name in changed:
+                        (folder.partial / name).unlink(missing_ok=True)
             if record.get(REWRITTEN_KEY):
                 progress.note(
                     "the tokenizer's files are not the base's: they stay as transformers had loaded them, and tokenize text alike."
@@ -128,6 +129,7 @@ def strip(
 def _base_config(
     upscaled: UpscaleRecord, tensors: list[OutputTensor], resized: tuple[int, int] | None, progress: Progress
 ) -> Config:
+    """Return the base's config, with the vocabulary and dtype that its tensors have now."""
     config = upscaled.whole_base_config
     dtype = TORCH_NAMES[most_common_dtype(tensors)]
     if resized:
@@ -186,6 +188,7 @@ def _digested_names(model: BaseCheckpoint, tensors: list[OutputTensor]) -> dict[
 
 
 def _base_tensors(model: BaseCheckpoint, plan: Plan, upscaled: UpscaleRecord) -> list[OutputTensor]:
+    """Return the base's tensors under its names, each a copy from the upscaled model."""
     kept = [plan.kept_indices[layer] for layer in range(plan.num_base_layers)]
     blocks = block_recipes(model, kept, dict(upscaled.base_config))
 

@@ -106,9 +106,8 @@ def _stream(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 def _path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
     banks = block_layouts(config.memories()) if getattr(config, "memory", None) else {}
-    for layout in banks.values():
-        return layout.blocks.path(layout.blocks.nodes(layout.num_levels) - 1)
-    return None
+    layout = next(iter(banks.values()), None)
+    return None if layout is None else layout.blocks.path(layout.blocks.nodes(layout.num_levels) - 1)
 
 
 class _StoredWeights(dict[str, StoredTensor]):
@@ -119,6 +118,7 @@ class _StoredWeights(dict[str, StoredTensor]):
 
 
 def _places(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the stored tensor for each name in a model's state; refuse missing and misshapen ones."""
     held = model.state_dict(keep_vars=True)
     names_of: dict[int, list[str]] = {}
     for name, tensor in held.items():
@@ -214,6 +214,7 @@ def compare_models(
 def _run_base(
     base: BaseCheckpoint, dtype: torch.dtype, keeps_states: bool, progress: Progress
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Run the base on random tokens; return tokens, logits, and hidden states if they are kept."""
     hidden_states: list[torch.Tensor] = []
 
     def remember(number: int, hidden: torch.Tensor) -> None:
@@ -242,6 +243,7 @@ def _run_result(
     keeps_streams: bool,
     progress: Progress,
 ) -> tuple[torch.Tensor, _Mismatch | None, list[torch.Tensor]]:
+    """Run the result; return logits, the first layer that differs from the base, and kept streams."""
     streams: list[torch.Tensor] = []
     mismatches: list[_Mismatch] = []
     base_depths = [0]  # how many base layers the residual stream has passed before each layer, and after the last
@@ -308,6 +310,7 @@ def _compare_layers(
     plan: Plan,
     progress: Progress,
 ) -> None:
+    """Refuse a base layer that computes differently at its place in the result from the same input."""
 
     def compare(number: int, hidden: torch.Tensor) -> None:
         if number == 0:

@@ -130,7 +130,8 @@ class CheckpointWriter:
         solved = [part for one in placed for part in one.parts()]
         others = [one for one in placed if not solved_parts(one.tensor.recipe)]
         num_bytes = sum(one.tensor.num_bytes for one in others)
-        self._progress.stage(f"writing {len(shards)} shard{'s' * (len(shards) > 1)}", num_bytes, "bytes")
+        unit = "shards" if len(shards) > 1 else "shard"
+        self._progress.stage(f"writing {len(shards)} {unit}", num_bytes, "bytes")
         for one in others:
             with _open_file(one.file, os.O_RDWR) as target:
                 self._make(one.tensor, target, one.start)
@@ -145,6 +146,7 @@ class CheckpointWriter:
         return WriteSummary(self._bytes_read, bytes_written, measurements)
 
     def _solve(self, placed: "list[_Placement]", folder: Path) -> list[Measurement]:
+        """Write the tensors of solvers, one solver after another; return measurements by layer."""
         if not placed:
             return []
         import torch

@@ -118,7 +118,7 @@ class EngramOptions(MemoryOptions):
 
     def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple[SharedTables, ...]:
         """Declare the tables of known tokens and n-grams, which all layers share."""
-        known = {"token_numbers": self.known_tokens, "ngrams": self.known_ngrams * (self.table == "exact")}
+        known = {"token_numbers": self.known_tokens, "ngrams": self.known_ngrams if self.table == "exact" else 0}
         tensors = {
             key: DeclaredTensor((count,), "buffer", ZEROS, dtype="int64") for key, count in known.items() if count
         }

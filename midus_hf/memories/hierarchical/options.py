@@ -26,13 +26,11 @@ class FetchedBlocks:
     """Blocks of a memory. A text fetches one block per level of a tree (section 2.1)."""
 
     branching: int  # k, children of each node of the tree; level l, counted from 1, has `k ** l` nodes
-    levels: tuple[
-        Mapping[str, DeclaredTensor], ...
-    ]  # for each level, the tensors of a block in one layer, by name, if any
+    # for each level, the tensors of a block in one layer, by name, if any
+    levels: tuple[Mapping[str, DeclaredTensor], ...]
     without_ids: Literal["none", "generic"] = "none"  # blocks for a text that comes without block ids
-    roots: int | None = (
-        None  # nodes of the first level of a tree that has grown; level l then has `roots * k ** (l - 1)`
-    )
+    # nodes of the first level of a tree that has grown; level l then has `roots * k ** (l - 1)`
+    roots: int | None = None
 
     def nodes(self, level: int) -> int:
         """Return the number of nodes of a level, counted from 1; each has a block, if the level has blocks."""

@@ -175,6 +175,7 @@ class TrainedBank(BlockReader):
         return self._state(key)[_MASTER]
 
     def _state(self, key: BlockKey) -> torch.Tensor:
+        """Return a block's master copy and both moments, `[3, numel]`, in a file with room for them."""
         level, index = key
         size = 3 * 4 * self.layout.record_numel(level)
         if level not in self._states:

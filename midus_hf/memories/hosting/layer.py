@@ -345,12 +345,11 @@ class MemoryBlock(LayerNames):
         `args` are inputs of parts that the block dropped, such as the per-layer embeddings of Gemma 4; not used.
         """
         norm = None if self.attention_norm is None else getattr(self, self.attention_norm)
+        read = hidden_states if norm is None else norm(hidden_states)
+        # [B, T, H * d], or [B, T, D] with an output projection.
         attention_output, _ = getattr(self, self.attention_name)(
-            hidden_states=hidden_states if norm is None else norm(hidden_states),
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **kwargs,
-        )  # [B, T, H * d], or [B, T, D] with an output projection
+            hidden_states=read, attention_mask=attention_mask, position_ids=position_ids, **kwargs
+        )
         if self.output_norm is not None:
             attention_output = getattr(self, self.output_norm)(attention_output)
         if self.adds_block_input:

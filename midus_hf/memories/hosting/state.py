@@ -174,7 +174,8 @@ def crop_error(name: str) -> RequestError:
 
 def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: str) -> None:
     """Refuse memories with states in an engine with several requests in a row and no cache for states."""
-    for name, _ in stateful:
+    name = next((name for name, _ in stateful), "")
+    if name:
         raise RequestError(
             f"{engine} lays the tokens of several requests in one row and keeps nothing for the memory {name!r}, which reads the "
             f"tokens before; expected {instead}, a memory that reads one token (moc with routing = 'token'), or a method without it."

@@ -90,6 +90,7 @@ class RetrievalMemory(MemoryModule):
     def _batch_statistics(
         self, query: torch.Tensor, track: bool, real: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and variance of queries, `[H, query_width]`: the batch's in training, else running."""
         learns = self.training and self.query_norm_weight.requires_grad
         if not learns or query.numel() == 0:
             return self.query_mean.to(query.dtype), self.query_variance.to(query.dtype)

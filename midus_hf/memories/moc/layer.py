@@ -106,6 +106,7 @@ class MocMemory(MemoryModule):
         return self._route(_rms_normalised(hidden_states), tokens, state)
 
     def _route(self, normalised: torch.Tensor, tokens: TokenPlaces | None, state: MemoryState | None) -> Routing:
+        """Choose the chapters that each token, chunk or sequence reads in addition to shared ones."""
         # In trained models a few elements are far larger in every token, and would make the means of all texts nearly equal.
         limited, places, kept = normalised.clamp(-1, 1), tokens or TokenPlaces(), {} if state is None else state.kept
         if self.options.routing == "chunk":
@@ -121,8 +122,7 @@ class MocMemory(MemoryModule):
         states = pooled.states if self.options.addressing == "content" else random_directions(pooled.states)
         wide = torch.promote_types(normalised.dtype, torch.float32)
         with without_autocast(normalised.device.type):
-            router = (self.router_weight.to(wide), self.router_bias.to(wide))
-            logits = nn.functional.linear(states.to(wide), *router)  # [N, C]
+            logits = nn.functional.linear(states.to(wide), self.router_weight.to(wide), self.router_bias.to(wide))
         shared = self.options.shared_chapters
         best = logits[..., shared:].topk(self.options.k, dim=-1)
         return Routing(logits, best.indices + shared, best.values.log_softmax(-1), pooled)

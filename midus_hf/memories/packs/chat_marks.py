@@ -125,7 +125,7 @@ def _answer_marks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[b
 
 def _stripped(marks: Sequence[bytes]) -> list[bytes]:
     """Return marks without white space around them, those of only signs or initials last."""
-    stripped = [mark for each in marks if (mark := each.lstrip(b" ").rstrip())]
+    stripped = filter(None, (mark.lstrip(b" ").rstrip() for mark in marks))
     return sorted(stripped, key=lambda mark: _IS_CLEAR.search(mark) is None)
 
 

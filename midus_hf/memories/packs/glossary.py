@@ -337,7 +337,9 @@ class Glossary(LoadedGlossary):
         """Warn of what a change leaves out; new names end what is recorded about protected texts."""
         for line in change.remarks:
             warnings.warn(line, stacklevel=3)
-        for options in self.recorded if change.new_names else ():
+        if not change.new_names:
+            return
+        for options in self.recorded:
             if options.get("protect") is not None:
                 warnings.warn(
                     f"{UNPROTECTED.format(options['protect'])} Check them with midus edit add.", stacklevel=3

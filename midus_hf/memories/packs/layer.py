@@ -76,6 +76,7 @@ class PacksService(Service):
         starts: torch.Tensor | None,
         state: MemoryState | None,
     ) -> OpenPacks | None:
+        """Return the packs that the tokens of a pass read, or None if no token reads one."""
         glossary = self.files.glossary
         tokens = ids.detach().to("cpu", torch.int64)
         if real is not None:
@@ -162,9 +163,8 @@ class PacksMemory(MemoryModule):
         for part in packs.parts:
             keys, values = packs.of(self.index, part, sequence.module)
             query = sequence.query[:, :, part.tokens]
-            scores = sequence_scores(
-                query, keys, part.reads.unsqueeze(1), False, sequence.scaling, softcap
-            )  # [B, H, T', S]
+            # [B, H, T', S]
+            scores = sequence_scores(query, keys, part.reads.unsqueeze(1), False, sequence.scaling, softcap)
             if part.bias is not None:
                 scores = scores + part.bias[:, None]
             is_empty = ~part.reads.any(-1)[:, None]  # [B, 1, T']

@@ -275,6 +275,7 @@ class NameScan:
         return TokenNames(tuple(opens), tuple(closes))
 
     def _advance(self, character: Character, opens: list[NameMatch], closes: list[NameMatch]) -> None:
+        """Read one character: add names that it completes to `opens`, and ones that it breaks to `closes`."""
         before = self._before[1] if self._before is not None else None
         if character.folded == " " and before is not None and before.folded == " ":
             return
@@ -282,12 +283,12 @@ class NameScan:
         if before is not None and is_within and character.is_mark:
             character = character._replace(script=before.script)
         if self._ended:
-            goes_on = is_within and (character.is_mark or character.script != _WITH_PARTICLES)
-            for token, found in self._ended if goes_on else ():
-                if token == self._token:
-                    opens.remove(found)
-                else:
-                    closes.append(found)
+            if is_within and (character.is_mark or character.script != _WITH_PARTICLES):
+                for token, found in self._ended:
+                    if token == self._token:
+                        opens.remove(found)
+                    else:
+                        closes.append(found)
             self._ended = []
         if not is_within and character.folded != " ":
             self._begun.append(_PartialMatch(self.index.root, self._token, self.count, ""))
@@ -368,6 +369,7 @@ class TokenSpelling:
         return self._special.get(token) or self.piece(token) or b""
 
     def _read(self, token: int) -> bytes | None:
+        """Return the bytes that a token spells, or None for a special or unknown one."""
         if token < 0 or token in self._special:
             return None
         if token in self._added:

@@ -205,9 +205,10 @@ class OpeningTracker:
     def _read_entries(self) -> dict[int, Opening]:
         """Return entries that the latest token reads, by openings: named ones, the latest first, then linked."""
         read = {each.entry: each for each in self._latest_openings()}
-        for each in [*read.values()] if self.options.links else ():
-            for linked in self.glossary.linked(each.entry):
-                read.setdefault(linked, each)
+        if self.options.links:
+            for each in [*read.values()]:
+                for linked in self.glossary.linked(each.entry):
+                    read.setdefault(linked, each)
         return dict([*read.items()][: self.options.open])
 
     def pack(self) -> tuple[PackKey, int] | None:
@@ -364,6 +365,7 @@ class Openings:
         begins: torch.Tensor | None,
         states: Sequence[Sequence[RowState]],
     ) -> None:
+        """Store the tokens read, and states for taking the latest ones back, in the cache's state."""
         assert self._state is not None
         batch, num_tokens = tokens.shape
         opened = states_tensor(states, self._options)

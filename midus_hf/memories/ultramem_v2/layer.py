@@ -129,9 +129,8 @@ def keys_and_vectors(
     wide = wide or torch.promote_types(row_keys.dtype, torch.float32)
     with without_autocast(row_keys.device.type):  # for kept tensors too: tokens must read the same rows, kept or not
         gain = key_norm_weight.to(wide)
-        normalised = (
-            _normalised_query(keys.to(wide), gain) for keys in (row_keys, column_keys)
-        )  # [H, 1, n, r, D_k] each
+        # [H, 1, n, r, D_k] each
+        normalised = (_normalised_query(keys.to(wide), gain) for keys in (row_keys, column_keys))
         keys = torch.stack([side_keys.permute(0, 3, 1, 2, 4) for side_keys in normalised]).flatten(0, 2).flatten(1, 2)
         with torch.no_grad():
             return keys, *leading_vectors(core.to(wide), row_vector)

@@ -69,10 +69,11 @@ def best_scores(n: int, rank: int, side: int, k: int) -> ScoreStatistics:
     # Cores are positive, so their leading singular vectors are too, up to their common sign.
     left, values, right = torch.linalg.svd(torch.rand(trials, rank, rank, **draw))
     core = (left * (values / values[:, :1])[:, None]) @ right
+    # [trials, side, rank] each
     best_rows, best_columns = (
         states.gather(1, (states @ vector.abs()[..., None]).topk(side, dim=1).indices.expand(-1, -1, rank))
         for states, vector in ((rows, left[..., 0]), (columns, right[:, 0]))
-    )  # [trials, side, rank] each
+    )
     chosen = (best_rows @ core @ best_columns.mT).flatten(1).topk(k).values
     MEASURED[sizes] = ScoreStatistics(chosen.mean().item(), chosen.var(correction=0).item())
     return MEASURED[sizes]

@@ -57,8 +57,9 @@ def op_choices(**changes: Any) -> Iterator[None]:
     """
     global _standing
     before = _standing
-    for name in changes.keys() - {"backend"}:
-        raise RequestError(f"op_choices has no option {name!r}. {one_of(['backend'])}")
+    unknown = changes.keys() - {"backend"}
+    if unknown:
+        raise RequestError(f"op_choices has no option {min(unknown)!r}. {one_of(['backend'])}")
     _standing = dataclasses.replace(before, **changes)
     RESOLVED.clear()
     try:
@@ -115,7 +116,9 @@ def _native_obstacle(tensor: Tensor, refusal: str | None = None) -> str | None:
         return f"the tensors are on {tensor.device.type}; expected cpu"
     if tensor.dtype not in NATIVE_DTYPES:
         return f"the tensors are {str(tensor.dtype).removeprefix('torch.')}; expected float32 or bfloat16"
-    return refusal or (None if torch.compiler.is_compiling() else why_missing())
+    if refusal:
+        return refusal
+    return None if torch.compiler.is_compiling() else why_missing()
 
 
 def _multiplies(tensor: Tensor) -> bool:
@@ -204,7 +207,12 @@ def differentiable_op(
         found = {each: taken_from(results, each) for each in itertools.compress(gradients, wants)}
         if summand is not None and needs[summand]:
             found[summand] = of_outputs[0]
-        return tuple(found.get(each, [None] * (ctx.counts.get(each) or 0) or None) for each in taken)
+        results_of_inputs = []
+        for each in taken:
+            count = ctx.counts.get(each)  # of tensors in a list, whose gradient is a list, too
+            nothing = [None] * count if count else None
+            results_of_inputs.append(found.get(each, nothing))
+        return tuple(results_of_inputs)
 
     op.register_autograd(differentiate, setup_context=save)
     return op

@@ -22,6 +22,33 @@ _MAX_NATIVE_COLUMNS = 64
 _MAX_GATHERED = 1 << 24  # elements of gathered rows that PyTorch keeps at a time: 64 MB in float32
 
 
+def reference_weighted_gather(bank: Tensor, slots: Tensor, weights: Tensor, sparse_gradient: bool = False) -> Tensor:
+    """Sum rows of a table, `out = sum_m weights[..., m] * bank[slots[..., m]]` (MIDUS, equation 14).
+
+    Shapes: bank `[R, v]`, slots and weights `[..., m]`; the result `[..., v]` has the dtype of the bank.
+    """
+    rows = _rows(bank, slots, sparse_gradient)  # [..., m, v]
+    return (weights.to(rows.dtype).unsqueeze(-1) * rows).sum(-2).to(bank.dtype)
+
+
+def reference_gathered_products(vectors: Tensor, bank: Tensor, slots: Tensor, sparse_gradient: bool = False) -> Tensor:
+    """Multiply vectors with rows: `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, eq. 15).
+
+    Shapes: vectors `[..., v]`, bank `[R, v]`, slots `[..., m]`; the result `[..., m]` is float32 at least.
+    """
+    rows = _rows(bank, slots, sparse_gradient)  # [..., m, v]
+    vectors = vectors.to(bank.dtype).to(rows.dtype)
+    return (rows * vectors.unsqueeze(-2)).sum(-1)  # a matrix product would be narrowed under autocast
+
+
+def _rows(bank: Tensor, slots: Tensor, sparse_gradient: bool) -> Tensor:
+    """Return rows in float32 at least, so that thousands of gradients of a row are summed in float32."""
+    wide = torch.promote_types(bank.dtype, torch.float32)
+    if torch.is_grad_enabled() and bank.requires_grad:
+        return F.embedding(slots, bank.to(wide), sparse=sparse_gradient)
+    return F.embedding(slots, bank).to(wide)
+
+
 def weighted_gather(
     bank: Tensor, slots: Tensor, weights: Tensor, *, sparse_gradient: bool = False, backend: str = "auto"
 ) -> Tensor:
@@ -132,7 +159,8 @@ def row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: int, ba
     wide = wide_dtype(gradient)
     sorted_slots, order = slots.flatten().to(narrowest_integer(num_rows)).sort(stable=True)
     starts = torch.searchsorted(sorted_slots, torch.arange(num_rows, device=slots.device, dtype=sorted_slots.dtype))
-    return F.embedding_bag(  # one bag per row: the tokens that read the row, in their order
+    # One bag per row: the tokens that read the row, in their order.
+    return F.embedding_bag(
         order // slots.shape[1],
         gradient.to(wide),
         starts,
@@ -203,30 +231,3 @@ class _RowsRead(torch.autograd.Function):
         (numbers,) = ctx.saved_tensors
         shape = ctx.shape
         return torch.sparse_coo_tensor(numbers[None], gradient, shape, is_coalesced=True, check_invariants=False), None
-
-
-def reference_weighted_gather(bank: Tensor, slots: Tensor, weights: Tensor, sparse_gradient: bool = False) -> Tensor:
-    """Sum rows of a table, `out = sum_m weights[..., m] * bank[slots[..., m]]` (MIDUS, equation 14).
-
-    Shapes: bank `[R, v]`, slots and weights `[..., m]`; the result `[..., v]` has the dtype of the bank.
-    """
-    rows = _rows(bank, slots, sparse_gradient)  # [..., m, v]
-    return (weights.to(rows.dtype).unsqueeze(-1) * rows).sum(-2).to(bank.dtype)
-
-
-def reference_gathered_products(vectors: Tensor, bank: Tensor, slots: Tensor, sparse_gradient: bool = False) -> Tensor:
-    """Multiply vectors with rows: `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, eq. 15).
-
-    Shapes: vectors `[..., v]`, bank `[R, v]`, slots `[..., m]`; the result `[..., m]` is float32 at least.
-    """
-    rows = _rows(bank, slots, sparse_gradient)  # [..., m, v]
-    vectors = vectors.to(bank.dtype).to(rows.dtype)
-    return (rows * vectors.unsqueeze(-2)).sum(-1)  # a matrix product would be narrowed under autocast
-
-
-def _rows(bank: Tensor, slots: Tensor, sparse_gradient: bool) -> Tensor:
-    """Return rows in float32 at least, so that thousands of gradients of a row are summed in float32."""
-    wide = torch.promote_types(bank.dtype, torch.float32)
-    if torch.is_grad_enabled() and bank.requires_grad:
-        return F.embedding(slots, bank.to(wide), sparse=sparse_gradient)
-    return F.embedding(slots, bank).to(wide)

@@ -164,7 +164,10 @@ def bucket_sums(gradient: Tensor, slots: Tensor, weights: Tensor, output: Tensor
     )
     is_wide = gradient.dtype == torch.float32
     # A product of float32 takes 32 entries: with more, the three products that it consists of spill on compute capability 8.0.
-    at_once = 32 if is_wide and not interprets_kernels() else 128 if count >= 128 * groups else 64
+    if is_wide and not interprets_kernels():
+        at_once = 32
+    else:
+        at_once = 128 if count >= 128 * groups else 64
     for start in range(0, width, _STRETCH):
         target, source = output[:, start : start + _STRETCH], gradient[..., start : start + _STRETCH]
         columns = max(16, min(64 if is_wide else 128, power_of_two(target.shape[1])))  # as many as registers hold

@@ -43,6 +43,39 @@ _FEW_SCORES = 4096
 _TIMES_EXPANDED = {"native": 3, "torch": 1, "triton": 1}
 
 
+def reference_headwise_memory(
+    query: Tensor,
+    row_keys: Tensor,
+    column_keys: Tensor,
+    value_bank: Tensor,
+    value_transform: Tensor | None,
+    k: int,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Retrieve for every head: `M_h = W_h sum_m alpha_m V[slot_m]` (MIDUS, equations 11 to 17).
+
+    Shapes: query `[..., H, d]`, sub-keys `[H, n, d / 2]`, values `[n * n, v]` or, per head, `[H, n * n, v]`, transforms `[H, v, v]`,
+    residual and result `[..., H, v]`. Tables are cast to the query's dtype. A residual is added, in its dtype.
+    """
+    with without_autocast(query.device.type):
+        scores, slots = reference_product_key_topk(query, row_keys, column_keys, k)  # [..., H, k]
+        value_bank = value_bank.to(query.dtype)
+        weights = scores.softmax(dim=-1).to(value_bank.dtype)  # [..., H, k]
+        # Thousands of tokens may read one slot: this copy sums the gradient of a half-precision bank in float32.
+        learns = torch.is_grad_enabled() and value_bank.requires_grad
+        summing_bank = value_bank.to(torch.promote_types(value_bank.dtype, torch.float32)) if learns else value_bank
+        if value_bank.dim() == 3:
+            first_slots = row_keys.shape[1] ** 2 * torch.arange(len(value_bank), device=slots.device).unsqueeze(-1)
+            slots = slots + first_slots  # + [H, 1]: slots in the bank of all heads
+            summing_bank = summing_bank.flatten(0, 1)  # [H * N, v]
+        retrieved = torch.nn.functional.embedding(slots, summing_bank).to(value_bank.dtype)  # [..., H, k, v]
+        output = torch.einsum("...hk,...hkv->...hv", weights, retrieved)  # [..., H, v]
+        if value_transform is not None:
+            output = torch.einsum("...hv,hwv->...hw", output, value_transform.to(query.dtype))  # [..., H, v]
+        return output if residual is None else (residual + output).to(residual.dtype)
+
+
 def headwise_memory(
     query: Tensor,
     row_keys: Tensor,
@@ -222,6 +255,7 @@ def _lookup_gradients(
     wants: list[bool],
     backend: str,
 ) -> tuple[Tensor | None, ...]:
+    """Return gradients of query, row keys, column keys, bank and transform; None for unwanted ones."""
     in_c = backend == "native" and native_library() is not None
     tensors, kept = (query, row_keys, column_keys, slots), (bank, weights)
     into_bank = into_transform = None
@@ -234,9 +268,12 @@ def _lookup_gradients(
             gradient = gradient.to(transform.dtype)
             into_transform = torch.bmm(gradient.permute(1, 2, 0), gathered.view(gradient.shape).transpose(0, 1))
             gradient = transformed(gradient, transform.transpose(1, 2))
-        if any(wants[:3]):
-            differentiate: Any = triton_score_gradients if backend == "triton" else _scored_gradients
-            into_scored = (native_score_gradients if in_c else differentiate)(gradient, *tensors, kept)
+        if any(wants[:3]) and in_c:
+            into_scored = native_score_gradients(gradient, *tensors, kept)
+        elif any(wants[:3]) and backend == "triton":
+            into_scored = triton_score_gradients(gradient, *tensors, kept)
+        elif any(wants[:3]):
+            into_scored = _scored_gradients(gradient, *tensors, kept)
     if wants[3] and in_c:
         into_bank = native_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
     elif wants[3] and backend == "triton":
@@ -287,36 +324,3 @@ def _flat(bank: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     heads, slots_of_head, _ = bank.shape
     offsets = slots_of_head * torch.arange(heads, device=slots.device).view(heads, 1, 1)
     return bank.flatten(0, 1), (slots + offsets).flatten(0, 1)
-
-
-def reference_headwise_memory(
-    query: Tensor,
-    row_keys: Tensor,
-    column_keys: Tensor,
-    value_bank: Tensor,
-    value_transform: Tensor | None,
-    k: int,
-    *,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """Retrieve for every head: `M_h = W_h sum_m alpha_m V[slot_m]` (MIDUS, equations 11 to 17).
-
-    Shapes: query `[..., H, d]`, sub-keys `[H, n, d / 2]`, values `[n * n, v]` or, per head, `[H, n * n, v]`, transforms `[H, v, v]`,
-    residual and result `[..., H, v]`. Tables are cast to the query's dtype. A residual is added, in its dtype.
-    """
-    with without_autocast(query.device.type):
-        scores, slots = reference_product_key_topk(query, row_keys, column_keys, k)  # [..., H, k]
-        value_bank = value_bank.to(query.dtype)
-        weights = scores.softmax(dim=-1).to(value_bank.dtype)  # [..., H, k]
-        # Thousands of tokens may read one slot: this copy sums the gradient of a half-precision bank in float32.
-        learns = torch.is_grad_enabled() and value_bank.requires_grad
-        summing_bank = value_bank.to(torch.promote_types(value_bank.dtype, torch.float32)) if learns else value_bank
-        if value_bank.dim() == 3:
-            first_slots = row_keys.shape[1] ** 2 * torch.arange(len(value_bank), device=slots.device).unsqueeze(-1)
-            slots = slots + first_slots  # + [H, 1]: slots in the bank of all heads
-            summing_bank = summing_bank.flatten(0, 1)  # [H * N, v]
-        retrieved = torch.nn.functional.embedding(slots, summing_bank).to(value_bank.dtype)  # [..., H, k, v]
-        output = torch.einsum("...hk,...hkv->...hv", weights, retrieved)  # [..., H, v]
-        if value_transform is not None:
-            output = torch.einsum("...hv,hwv->...hw", output, value_transform.to(query.dtype))  # [..., H, v]
-        return output if residual is None else (residual + output).to(residual.dtype)

@@ -19,6 +19,25 @@ _MAX_GATHERED = 1 << 25  # largest number of elements of keys that are gathered 
 _MIN_TOGETHER = 16
 
 
+def reference_chapter_attention(
+    query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor
+) -> Tensor:
+    """Attend to the memory tokens of chosen chapters in one softmax (Mixture of Chapters, equation 4).
+
+    Shapes: query and result `[S, Q, H, d]`, keys and values `[C, M, H, d]`, chapters and scales `[S, n]`.
+    """
+    score_dtype = torch.promote_types(query.dtype, torch.float32)
+    with without_autocast(query.device.type):
+        # [S, n, M, H, d]; widened before indexing, so that gradients of segments with the same chapter are summed in float32.
+        keys, values = (tensor.to(query.dtype).to(score_dtype)[chapters] for tensor in (keys, values))
+        scale = scales.to(score_dtype)[:, :, None, None, None]
+        keys, values = keys * scale, values * scale
+        scores = torch.einsum("sqhd,snmhd->shqnm", query.to(score_dtype), keys) / math.sqrt(query.shape[-1])
+        weights = scores.flatten(-2).softmax(dim=-1).unflatten(-1, scores.shape[-2:])
+        output = torch.einsum("shqnm,snmhd->sqhd", weights, values)
+    return output.to(query.dtype)
+
+
 def chapter_attention(
     query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor, *, backend: str = "auto"
 ) -> Tensor:
@@ -88,14 +107,16 @@ def _attend_at_once(query: Tensor, keys: Tensor, values: Tensor, chapters: Tenso
     num_segments, num_chosen = chapters.shape
     scale = scales.to(query.dtype).unsqueeze(-1)
     shape = (num_segments, num_chosen * keys.shape[1], *keys.shape[2:])
+    # [S, H, n * M, d]
     chosen_keys, chosen_values = (
         (F.embedding(chapters, table.flatten(1)) * scale).view(shape).transpose(1, 2) for table in (keys, values)
-    )  # [S, H, n * M, d]
+    )
     output = F.scaled_dot_product_attention(query.transpose(1, 2), chosen_keys, chosen_values)
     return output.transpose(1, 2)  # [S, Q, H, d]
 
 
 def _check_shapes(query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor) -> None:
+    """Refuse tensors of `chapter_attention` whose shapes do not fit together."""
     if keys.shape != values.shape or keys.dim() != 4:
         raise ValueError(
             f"keys is {tuple(keys.shape)} and values is {tuple(values.shape)}; expected [C, M, heads, width] twice."
@@ -161,10 +182,11 @@ def block_attention(
     the logarithm of the sum of the exponentials of scores `[R, H]`, float32 at least.
     """
     blocks = rows.unflatten(0, (-1, BLOCK_ROWS)).transpose(1, 2)  # [blocks, H, BLOCK_ROWS, d]
+    # [blocks, H, M, d]
     block_keys, block_values = (
         F.embedding(chapter_of_block, table.flatten(1)).unflatten(1, table.shape[1:]).transpose(1, 2)
         for table in (keys, values)
-    )  # [blocks, H, M, d]
+    )
     scores = blocks @ block_keys.transpose(-1, -2)  # [blocks, H, BLOCK_ROWS, M]
     scores = scores.to(factors.dtype) * factors.view(-1, 1, BLOCK_ROWS, 1)
     log_sums = scores.logsumexp(dim=-1, keepdim=True)
@@ -207,23 +229,3 @@ chapter_blocks_op = differentiable_op(
     gradients=("rows", "factors", "keys", "values"),
     outputs=("outputs", "sums"),
 )
-
-
-def reference_chapter_attention(
-    query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor
-) -> Tensor:
-    """Attend to the memory tokens of chosen chapters in one softmax (Mixture of Chapters, equation 4).
-
-    Shapes: query and result `[S, Q, H, d]`, keys and values `[C, M, H, d]`, chapters and scales `[S, n]`.
-    """
-    score_dtype = torch.promote_types(query.dtype, torch.float32)
-    with without_autocast(query.device.type):
-        keys, values = (
-            tensor.to(query.dtype).to(score_dtype)[chapters] for tensor in (keys, values)
-        )  # [S, n, M, H, d]; widened before indexing, so that gradients of segments with the same chapter are summed in float32
-        scale = scales.to(score_dtype)[:, :, None, None, None]
-        keys, values = keys * scale, values * scale
-        scores = torch.einsum("sqhd,snmhd->shqnm", query.to(score_dtype), keys) / math.sqrt(query.shape[-1])
-        weights = scores.flatten(-2).softmax(dim=-1).unflatten(-1, scores.shape[-2:])
-        output = torch.einsum("shqnm,snmhd->sqhd", weights, values)
-    return output.to(query.dtype)

@@ -14,6 +14,86 @@ from midus_hf.ops.moda.triton import depth_refusal, triton_depth_attention, trit
 _CHUNK = 256  # queries whose scores of the sequence are held at once
 
 
+def reference_depth_attention(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scaling: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend from each token to the n slots of the token's position, in one softmax.
+
+    Shapes: query `[B, H, T, d]`, key and value of each slot `[B, K, T, d]`; K divides H. Scores are multiplied with `scaling`, and
+    bounded by c in `c * tanh(score / c)` if there is a `softcap` c. Returns what heads read, `[B, H, T, d]`, in the query's dtype,
+    and the logarithm of the sum of the exponentials of scores, `[B, H, T]`, float32 at least.
+    """
+    scores = depth_scores(query, keys, scaling, softcap)
+    shares = scores.softmax(-1).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, n]
+    stacked = torch.stack([value.to(scores.dtype) for value in values], dim=3)  # [B, K, T, n, d]
+    with without_autocast(query.device.type):
+        read = torch.einsum("bkgtn,bktnd->bkgtd", shares, stacked).flatten(1, 2)
+    return read.to(query.dtype), scores.logsumexp(-1)
+
+
+def depth_scores(query: Tensor, keys: Sequence[Tensor], scaling: float, softcap: float | None) -> Tensor:
+    """Return the score of each slot, `[B, H, T, n]`, float32 at least; arguments as in `depth_attention`."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.to(wide).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, d]
+    stacked = torch.stack([key.to(wide) for key in keys], dim=3)  # [B, K, T, n, d]
+    with without_autocast(query.device.type):
+        scores = torch.einsum("bkgtd,bktnd->bkgtn", grouped, stacked) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return scores.flatten(1, 2)
+
+
+def reference_sequence_lse(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scaling: float,
+    softcap: float | None = None,
+    first: int = 0,
+) -> Tensor:
+    """Return the log-sum-exp of each query's scores of the sequence, `[B, H, T]`, float32 at least.
+
+    It is minus infinity for queries that read nothing.
+
+    Args:
+        query: `[B, H, T, d]`, floating point.
+        key: `[B, K, S, d]`; K divides H.
+        mask: Broadcastable to `[B, H, T, S]`: boolean, true for keys that a query reads, or added to scores; or None.
+        is_causal: Whether query t reads only keys up to `first + t`.
+        scaling: Factor of scores.
+        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
+        first: Position of the first query. Default: 0.
+    """
+    scores = sequence_scores(query, key, mask, is_causal, scaling, softcap, first)
+    is_empty = (scores == float("-inf")).all(-1)
+    # The gradient of a sum over nothing would be NaN.
+    return scores.masked_fill(is_empty.unsqueeze(-1), 0).logsumexp(-1).masked_fill(is_empty, float("-inf"))
+
+
+def sequence_scores(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scaling: float,
+    softcap: float | None,
+    first: int = 0,
+) -> Tensor:
+    """Return the masked scores, `[B, H, T, S]`, float32 at least; arguments as in `sequence_lse`."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.to(wide).unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [B, K, G * T, d]
+    with without_autocast(query.device.type):
+        scores = grouped @ key.to(wide).transpose(-1, -2) * scaling  # [B, K, G * T, S]
+    scores = scores.unflatten(2, (-1, query.shape[2])).flatten(1, 2)  # [B, H, T, S]
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    if is_causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + first)
+        scores = scores.masked_fill(ahead, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores
+
+
 def depth_attention(
     query: Tensor,
     keys: Sequence[Tensor],
@@ -142,34 +222,6 @@ depth_attention_op = differentiable_op(
 _LARGEST_EXPONENT = 80.0
 
 
-def reference_depth_attention(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scaling: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attend from each token to the n slots of the token's position, in one softmax.
-
-    Shapes: query `[B, H, T, d]`, key and value of each slot `[B, K, T, d]`; K divides H. Scores are multiplied with `scaling`, and
-    bounded by c in `c * tanh(score / c)` if there is a `softcap` c. Returns what heads read, `[B, H, T, d]`, in the query's dtype,
-    and the logarithm of the sum of the exponentials of scores, `[B, H, T]`, float32 at least.
-    """
-    scores = depth_scores(query, keys, scaling, softcap)
-    shares = scores.softmax(-1).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, n]
-    stacked = torch.stack([value.to(scores.dtype) for value in values], dim=3)  # [B, K, T, n, d]
-    with without_autocast(query.device.type):
-        read = torch.einsum("bkgtn,bktnd->bkgtd", shares, stacked).flatten(1, 2)
-    return read.to(query.dtype), scores.logsumexp(-1)
-
-
-def depth_scores(query: Tensor, keys: Sequence[Tensor], scaling: float, softcap: float | None) -> Tensor:
-    """Return the score of each slot, `[B, H, T, n]`, float32 at least; arguments as in `depth_attention`."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.to(wide).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, d]
-    stacked = torch.stack([key.to(wide) for key in keys], dim=3)  # [B, K, T, n, d]
-    with without_autocast(query.device.type):
-        scores = torch.einsum("bkgtd,bktnd->bkgtn", grouped, stacked) * scaling
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    return scores.flatten(1, 2)
-
-
 def joint_attention(
     sequence: Tensor,
     sequence_lse: Tensor,
@@ -215,34 +267,6 @@ def shares_of_both(sequence_lse: Tensor, depth_lse: Tensor) -> tuple[Tensor, Ten
     return ratio / (1 + ratio), 1 / (1 + ratio)
 
 
-def reference_sequence_lse(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scaling: float,
-    softcap: float | None = None,
-    first: int = 0,
-) -> Tensor:
-    """Return the log-sum-exp of each query's scores of the sequence, `[B, H, T]`, float32 at least.
-
-    It is minus infinity for queries that read nothing.
-
-    Args:
-        query: `[B, H, T, d]`, floating point.
-        key: `[B, K, S, d]`; K divides H.
-        mask: Broadcastable to `[B, H, T, S]`: boolean, true for keys that a query reads, or added to scores; or None.
-        is_causal: Whether query t reads only keys up to `first + t`.
-        scaling: Factor of scores.
-        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
-        first: Position of the first query. Default: 0.
-    """
-    scores = sequence_scores(query, key, mask, is_causal, scaling, softcap, first)
-    is_empty = (scores == float("-inf")).all(-1)
-    # The gradient of a sum over nothing would be NaN.
-    return scores.masked_fill(is_empty.unsqueeze(-1), 0).logsumexp(-1).masked_fill(is_empty, float("-inf"))
-
-
 def sequence_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scaling: float, softcap: float | None = None
 ) -> Tensor:
@@ -252,27 +276,3 @@ def sequence_weights(
     """
     with torch.no_grad():
         return sequence_scores(query, key, mask, is_causal, scaling, softcap).softmax(-1).nan_to_num()
-
-
-def sequence_scores(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scaling: float,
-    softcap: float | None,
-    first: int = 0,
-) -> Tensor:
-    """Return the masked scores, `[B, H, T, S]`, float32 at least; arguments as in `sequence_lse`."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.to(wide).unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [B, K, G * T, d]
-    with without_autocast(query.device.type):
-        scores = grouped @ key.to(wide).transpose(-1, -2) * scaling  # [B, K, G * T, S]
-    scores = scores.unflatten(2, (-1, query.shape[2])).flatten(1, 2)  # [B, H, T, S]
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    if is_causal:
-        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + first)
-        scores = scores.masked_fill(ahead, float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return scores

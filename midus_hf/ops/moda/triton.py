@@ -77,9 +77,8 @@ def slot_rows(addresses, slot, there, offset, like, WIDTH: tl.constexpr, UNIT: t
     """Return pointers to rows of slots [BS, DP], and a mask of those within the run and the width."""
     dims = tl.arange(0, DP)
     row = tl.load(addresses + slot, mask=there, other=0) + offset
-    first = tl.multiple_of(
-        row.to(tl.pointer_type(like.dtype.element_ty)), [UNIT]
-    )  # the hint would be lost on an integer
+    # The hint would be lost on an integer.
+    first = tl.multiple_of(row.to(tl.pointer_type(like.dtype.element_ty)), [UNIT])
     return first[:, None] + dims[None, :], there[:, None] & (dims < WIDTH)[None, :]
 
 
@@ -262,9 +261,8 @@ def depth_gradient_kernel(
     upstream = group_tile(gradient, row * WIDTH, WIDTH, GROUP, WIDTH, GP, DP)
     read = group_tile(output, row * WIDTH, WIDTH, GROUP, WIDTH, GP, DP)
     members = tl.arange(0, GP)
-    log_sum = tl.load(
-        lse + row + members, mask=members < GROUP, other=float("inf")
-    )  # makes shares of padding heads zero
+    # Infinity makes shares of padding heads zero.
+    log_sum = tl.load(lse + row + members, mask=members < GROUP, other=float("inf"))
     # Gradient of a score: its share * (<gradient, value> - <gradient, output> + gradient of the log-sum-exp).
     mean = tl.sum(upstream.to(tl.float32) * read.to(tl.float32), axis=1)
     mean -= tl.load(lse_gradient + row + members, mask=members < GROUP, other=0.0)

@@ -36,9 +36,8 @@ class LookupInputs(NamedTuple):
     row_keys: Tensor  # [H, n, d / 2]
     column_keys: Tensor  # [H, n, d / 2]
     bank: Tensor  # [N, v], or [H, N, v] with a bank per head
-    transform: (
-        Tensor | None
-    )  # [H, v, v], for a bank that heads share: a matrix per head that multiplies the gathered sum
+    # [H, v, v], for a bank that heads share: a matrix per head that multiplies the gathered sum
+    transform: Tensor | None
     residual: Tensor | None  # [S, H, v], a summand of the output
     k: int  # slots retrieved per head
 

@@ -15,6 +15,35 @@ _FEW_ELEMENTS = 1 << 15
 _FEW_COLUMNS = 24
 
 
+def reference_product_key_topk(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Find, for every head, the `k` best product keys for its query (MIDUS, equations 11 to 13).
+
+    Shapes: query `[..., H, d]`, sub-keys `[H, n, d / 2]` per side. Returns scores `[..., H, k]`, descending, and slots, int64.
+    """
+    row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)
+    row_best, rows = row_scores.topk(k, dim=-1)  # [..., H, k]
+    column_best, columns = column_scores.topk(k, dim=-1)  # [..., H, k]
+    pair_scores = (row_best.unsqueeze(-1) + column_best.unsqueeze(-2)).flatten(-2)  # [..., H, k * k]
+    scores, pairs = pair_scores.topk(k, dim=-1)  # [..., H, k]
+    slots = rows.gather(-1, pairs // k) * row_keys.shape[1] + columns.gather(-1, pairs % k)  # [..., H, k]
+    return scores, slots
+
+
+def sub_key_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scores of row and column keys, `[..., H, n]`, float32 at least (MIDUS, equation 11).
+
+    Keys are cast to the dtype of the query first.
+    """
+    row_keys, column_keys = row_keys.to(query.dtype), column_keys.to(query.dtype)
+    score_dtype = torch.promote_types(query.dtype, torch.float32)
+    query_row, query_column = query.to(score_dtype).split(row_keys.shape[-1], dim=-1)  # 2 x [..., H, d / 2]
+    with without_autocast(query.device.type):
+        return (
+            torch.einsum("...hp,hnp->...hn", query_row, row_keys.to(score_dtype)),
+            torch.einsum("...hp,hnp->...hn", query_column, column_keys.to(score_dtype)),
+        )
+
+
 def product_key_topk(
     query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -185,35 +214,6 @@ def query_and_key_gradients(
 
 _MAX_SCORES = 1 << 26  # largest number of scores that are held at a time: 256 MB in float32
 _MAX_WIDENED = 1 << 20  # largest number of elements of keys that a CPU holds in float32 at a time: 4 MB
-
-
-def reference_product_key_topk(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find, for every head, the `k` best product keys for its query (MIDUS, equations 11 to 13).
-
-    Shapes: query `[..., H, d]`, sub-keys `[H, n, d / 2]` per side. Returns scores `[..., H, k]`, descending, and slots, int64.
-    """
-    row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)
-    row_best, rows = row_scores.topk(k, dim=-1)  # [..., H, k]
-    column_best, columns = column_scores.topk(k, dim=-1)  # [..., H, k]
-    pair_scores = (row_best.unsqueeze(-1) + column_best.unsqueeze(-2)).flatten(-2)  # [..., H, k * k]
-    scores, pairs = pair_scores.topk(k, dim=-1)  # [..., H, k]
-    slots = rows.gather(-1, pairs // k) * row_keys.shape[1] + columns.gather(-1, pairs % k)  # [..., H, k]
-    return scores, slots
-
-
-def sub_key_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores of row and column keys, `[..., H, n]`, float32 at least (MIDUS, equation 11).
-
-    Keys are cast to the dtype of the query first.
-    """
-    row_keys, column_keys = row_keys.to(query.dtype), column_keys.to(query.dtype)
-    score_dtype = torch.promote_types(query.dtype, torch.float32)
-    query_row, query_column = query.to(score_dtype).split(row_keys.shape[-1], dim=-1)  # 2 x [..., H, d / 2]
-    with without_autocast(query.device.type):
-        return (
-            torch.einsum("...hp,hnp->...hn", query_row, row_keys.to(score_dtype)),
-            torch.einsum("...hp,hnp->...hn", query_column, column_keys.to(score_dtype)),
-        )
 
 
 def flat_key_topk(query: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:

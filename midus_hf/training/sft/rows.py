@@ -92,6 +92,7 @@ def _format_of(source: str, columns: list[str]) -> tuple[str, ...]:
 def _converted(
     rows: "Dataset", columns: tuple[str, ...], template: str | None, source: str
 ) -> tuple["Dataset", list[str]]:
+    """Return rows as chats, or as texts without a template, and names of keys that nothing reads."""
     from datasets import Features, Value
 
     from midus_hf.data.readers import JsonText
@@ -133,7 +134,7 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> Non
                 "a template of tokens that it has."
             )
         begins = prefix_ids(tokenizer)[:1] == [tokenizer.bos_token_id]
-        tokenizer.chat_template = "{{ bos_token }}" * begins + CHATML
+        tokenizer.chat_template = "{{ bos_token }}" + CHATML if begins else CHATML
     elif named is not None:
         try:
             tokenizer.chat_template = Path(named).expanduser().read_text(encoding="utf-8")
@@ -223,7 +224,8 @@ def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
     if not isinstance(turns, list) or not all(are_pairs):
         raise RequestError(f"'history': {turns!r:.60}; expected a list of pairs of question and answer. Correct it")
     context = [column for column in ("input", "context") if row.get(column) is not None]
-    question = "\n\n".join(part for column in ("instruction", *context) if (part := _text(row, column)).strip())
+    parts = [_text(row, column) for column in ("instruction", *context)]
+    question = "\n\n".join(part for part in parts if part.strip())
     if not question:
         raise RequestError("an empty instruction; expected text. Fill it in")
     return [
@@ -234,6 +236,7 @@ def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat's message with the names that templates read; refuse one that cannot train."""
     message = {key: value for key, value in message.items() if value is not None}
     for name, key in (("from", "role"), ("value", "content")):
         if name in message and key not in message:

@@ -165,7 +165,10 @@ def _stop_after_answers(model: Any, tokenizer: "PreTrainedTokenizerBase", answer
         return
     settings = model.generation_config
     stops = settings.eos_token_id
-    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    if stops is None:
+        stops = []
+    elif not isinstance(stops, list):
+        stops = [stops]
     if last not in stops:
         settings.eos_token_id = [*stops, last] if stops else last
 
