@@ -9,9 +9,9 @@
 /* Neighbouring tokens of a request, as `native.py` packs them. */
 struct part {
     const void *const *tables; /* extra keys and values of each layer, [heads][extra][width] */
-    const uint8_t *reads;      /* [tokens][extra] */
-    const float *bias;         /* the same, or none */
-    const void *blocks;        /* of the request, in the order of its tokens */
+    const uint8_t *reads; /* [tokens][extra] */
+    const float *bias; /* the same, or none */
+    const void *blocks; /* of the request, in the order of its tokens */
     int64_t first, tokens, position, extra; /* `first` of all tokens, at `position` of the request */
 };
 
@@ -22,9 +22,10 @@ struct paged_attention {
     const struct part *parts;
     double scale;
     int64_t layer, count, heads, group, width, block_tokens, block_bytes; /* parts; bytes of a block's number */
-    int64_t query_token, query_head, output_token, cache_block;    /* strides */
-    int64_t first_key, key_head, first_value, value_head; /* in a block: keys [width][tokens], values [tokens][width] */
-    int64_t window;                                       /* tokens that a token reads, with itself; 0 for all */
+    int64_t query_token, query_head, output_token, cache_block; /* strides */
+    int64_t first_key, key_head, first_value,
+        value_head; /* in a block: keys [width][tokens], values [tokens][width] */
+    int64_t window; /* tokens that a token reads, with itself; 0 for all */
     int64_t narrow, threads;
     int64_t stretch, padded_width, columns; /* not the caller's, who leaves room */
 };
@@ -52,7 +53,8 @@ static int score_extra(
         for (int64_t row = 0; row < call->group; row++) {
             const float *vector = query + row * call->width;
             float score = -INFINITY;
-            if (is_read && call->narrow) score = product(vector, part->tables[2 * call->layer], offset, call->width, 1) + bias;
+            if (is_read && call->narrow)
+                score = product(vector, part->tables[2 * call->layer], offset, call->width, 1) + bias;
             else if (is_read) score = product(vector, part->tables[2 * call->layer], offset, call->width, 0) + bias;
             scores[row * call->columns + key] = score;
         }
@@ -113,9 +115,7 @@ static void attend_unit(const void *argument, int64_t unit, char *scratch) {
             call->cache, start + call->first_key + head * call->key_head, call->narrow, width, block,
             whole_vectors(block), copy
         );
-        multiply(
-            query, width, 1, keys, whole_vectors(block), scores + columns, call->columns, rows, across, width, 0
-        );
+        multiply(query, width, 1, keys, whole_vectors(block), scores + columns, call->columns, rows, across, width, 0);
         for (int64_t row = 0; row < rows; row++) {
             float *of_row = scores + row * call->columns + columns;
             int64_t after = position + row / group + 1 - n * block; /* the place after that of the token */
