@@ -97,7 +97,7 @@ def variant_of(config: dict[str, Any], name: str, placement: str | None) -> Vari
         placement = None
     plan = method.plan(base, None, placement)
     placement = placement or method_class.default_placement or ""
-    return Variant(name, placement, method.config(base, plan), plan, method.trainable)
+    return Variant(name, placement, method.surgery(base, plan, seed=0).config, plan, method.trainable)
 
 
 def build(variant: Variant, dtype: str, device: str) -> PreTrainedModel:

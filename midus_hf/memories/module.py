@@ -117,6 +117,7 @@ class MemoryModule(DeclaredModule):
         """Return a `DecodeCache` for tensors derived from weights. Default: None, nothing is cached."""
         return None
 
+    @package_only
     def extra_repr(self) -> str:
         """Return the options that differ from their defaults."""
         usual = type(self.options)()

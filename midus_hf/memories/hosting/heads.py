@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.layer import HostLayer
+from midus_hf.memories.options import package_only
 from midus_hf.ops.moda.op import sequence_lse, sequence_weights
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -220,6 +221,7 @@ class SequenceHeads:
             return output.transpose(1, 2), None
         return self.attention_function(self.module, self.query, key, value, mask, **self.arguments)
 
+    @package_only
     def log_sum(self) -> torch.Tensor:
         """Return the log-sum-exp of scores without dropout, `[B, H, T]`, float32 at least, for inspection."""
         if self.implementation in _MASKS_TELL:

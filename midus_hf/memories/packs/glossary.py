@@ -13,6 +13,7 @@ from midus_hf.config.errors import RequestError, first_few
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE, parse_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hosting.layer import CopiedLock
+from midus_hf.memories.options import package_only
 from midus_hf.memories.packs.chat_marks import learn_chat_marks
 from midus_hf.memories.packs.names import (
     Name,
@@ -189,6 +190,7 @@ class LoadedGlossary:
         self._links[number] = index, links
         return links
 
+    @package_only
     def open_at_end(self, ids: Iterable[int]) -> list[Entry]:
         """Return the entries that a text's last token, and an answer to it, reads, the latest named last.
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import regex
 
 from midus_hf.config.errors import RequestError
+from midus_hf.memories.options import package_only
 from midus_hf.sources.characters import is_invisible
 
 # Names with at most this many characters keep their case: "He" is not "he".
@@ -160,6 +161,7 @@ class NameIndex:
         #: Earlier tokens that decide what a token opens: a name has at most one per byte, plus some for spaces and format.
         self.lookback_tokens = 2 * _LOOKBACK + max((len(each.encode()) for each in self._ordered), default=0)
 
+    @package_only
     def exchanged(self, removed: Iterable[Name], added: Iterable[Name]) -> "NameIndex":
         """Return an index without some of the names, and with others."""
         other = NameIndex(not_forms=self._not_forms)
@@ -186,6 +188,7 @@ class NameIndex:
         if form is not None and form.folded not in (self._not_forms or ()):
             yield self._forms, form
 
+    @package_only
     def entries_of(self, name: str) -> list[int]:
         """Return the numbers of the entries that a name finds."""
         folded, written = compared(name)[0], spelled(name)[1]
