@@ -9,7 +9,7 @@ from scripts.imports import ROOT, files_of, imports_of, module_of
 
 # Rooms of each package: folders, or a module for a small one. A room may import those before it.
 ROOMS = {
-    "upscalers": "request architecture checkpoint plan tensors methods record runs edits".split(),
+    "upscalers": "request architecture checkpoint plan tensors methods upscaling record runs edits".split(),
     "midus_hf": "config anatomy files sources ops memories carried models data topics evaluation training look compare cli".split(),
 }
 # Rooms of `midus_hf` that may import `upscalers`, which may not import them.

@@ -92,6 +92,8 @@ def test_module_needs_only_torch_transformers_and_its_memory(family, method, che
     assert packages <= {*OTHERS, *sys.stdlib_module_names}
     assert not packages & {"ctypes", "subprocess", "multiprocessing", "concurrent"}
     assert "triton" not in source.lower() and "native" not in source
+    assert not re.search("def (flops|values_read|memory_files|paged_layer|make_decode_cache)", source)
+    assert "package_only" not in source
     classes = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     for name, methods in NEEDED_BY.items():
         assert (name in classes) is any(map(method.startswith, methods)), name
