@@ -1,5 +1,6 @@
 """The base class of a memory's options: declared tensors, sites, supported models. Needs no torch."""
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -27,6 +28,11 @@ RANDOM_SLOTS: Mapping[DeclaredControl, Mapping[str, Any]] = {"random-slots": {"a
 def package_only(member: Any) -> Any:
     """Mark a member of a class that the code of checkpoints leaves out, such as costs and files."""
     return member
+
+
+def definition_in(module: str, name: str) -> Any:
+    """Return a definition of a module that is imported only now, since it imports the options."""
+    return getattr(importlib.import_module(module), name)
 
 
 @dataclass(kw_only=True)
@@ -124,13 +130,13 @@ class MemoryOptions:
     @classmethod
     @package_only
     def memory_files(cls) -> Any:
-        """Return the subclass of `MemoryFiles` for files next to the weights, imported here. Default: None, there are none."""
+        """Return the subclass of `MemoryFiles` for files next to the weights. Default: None, there are none."""
         return None
 
     @classmethod
     @package_only
     def paged_layer(cls) -> Any:
-        """Return the class that serves the memory in vLLM, imported here. Default: None, that of other engines."""
+        """Return the class that serves the memory in vLLM. Default: None, that of other engines."""
         return None
 
 

@@ -5,7 +5,6 @@ import torch
 from memory.chapter_layers import WIDTH, assert_reads, by_loops, gradients_of, layer, states
 
 from midus_hf.config.declared_tensors import ModelSizes
-from midus_hf.memories.moc.layer import projected_bank
 from midus_hf.memories.moc.options import MocOptions
 from midus_hf.memories.module import build_memory
 
@@ -53,8 +52,8 @@ def test_bank_of_the_paper_is_shared_and_not_cached():
     (tables,) = options.tables(sizes, (2, 6, 10, 14))
     assert tables.layers == (2, 6, 10, 14) and tables.tensors["bank"].shape == (262_208, 768)
     with torch.device("meta"):
-        assert projected_bank(build_memory(MocOptions(), sizes)) is not None
-        assert projected_bank(build_memory(options, sizes)) is None
+        assert build_memory(MocOptions(), sizes).make_decode_cache() is not None
+        assert build_memory(options, sizes).make_decode_cache() is None
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])

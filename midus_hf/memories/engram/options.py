@@ -8,7 +8,7 @@ from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, ModelS
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.memories.flops import ACTIVATIONS, SIGMOID, linear, rms_norm
-from midus_hf.memories.options import MemoryOptions, SharedTables, package_only
+from midus_hf.memories.options import MemoryOptions, SharedTables, definition_in, package_only
 from midus_hf.memories.registry import register_memory
 
 # Above all numbers of tokens, so that n-grams of `MAX_ORDER` tokens have numbers below 2^63.
@@ -187,6 +187,4 @@ class EngramOptions(MemoryOptions):
     @classmethod
     @package_only
     def paged_layer(cls) -> Any:
-        from midus_hf.memories.engram.layer import PagedEngramMemory
-
-        return PagedEngramMemory
+        return definition_in("midus_hf.memories.engram.layer", "PagedEngramMemory")

@@ -9,7 +9,7 @@ from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, ModelSizes, 
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.memories.flops import ACTIVATIONS, attention_products, attention_weights, linear
-from midus_hf.memories.options import MemoryOptions, head_projections, package_only
+from midus_hf.memories.options import MemoryOptions, definition_in, head_projections, package_only
 from midus_hf.memories.registry import Memories, register_memory
 
 _BLOCK_STD = 0.02
@@ -202,9 +202,7 @@ class HierarchicalOptions(MemoryOptions):
     @classmethod
     @package_only
     def memory_files(cls) -> Any:
-        from midus_hf.memories.hierarchical.bank_files import BlockFiles
-
-        return BlockFiles
+        return definition_in("midus_hf.memories.hierarchical.bank_files", "BlockFiles")
 
 
 @register_memory("hier-ffn")

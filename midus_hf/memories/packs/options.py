@@ -10,7 +10,7 @@ from midus_hf.config.options import option
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.memories.bank import MemoryFiles
 from midus_hf.memories.flops import attention_products, attention_weights
-from midus_hf.memories.options import MemoryOptions, head_projections, package_only
+from midus_hf.memories.options import MemoryOptions, definition_in, head_projections, package_only
 from midus_hf.memories.registry import Memories, register_memory
 
 
@@ -68,9 +68,7 @@ class PacksOptions(MemoryOptions):
     @classmethod
     @package_only
     def paged_layer(cls) -> Any:
-        from midus_hf.memories.packs.paged import PagedPacksMemory
-
-        return PagedPacksMemory
+        return definition_in("midus_hf.memories.packs.paged", "PagedPacksMemory")
 
 
 class GlossaryFile(MemoryFiles):
