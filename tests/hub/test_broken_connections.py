@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import aiohttp
@@ -117,7 +118,17 @@ def test_answering_hub_is_not_noted(hub, monkeypatch):  # noqa: F811
     noted = Mock()
     monkeypatch.setattr(downloads, "print_note", noted)
     monkeypatch.setattr(downloads, "_SECONDS_OF_SILENCE", 0.1)
+    clock = SimpleNamespace(now=0.0)
+    has_looked = threading.Event()
+
+    def monotonic():
+        if clock.now:
+            has_looked.set()
+        return clock.now
+
+    monkeypatch.setattr(downloads, "time", SimpleNamespace(monotonic=monotonic))
     with fetching("org/base"), fetching("a part of it"):
         HfApi().model_info("org/base")
-        time.sleep(0.3)  # an answered request is no longer waited for
+        clock.now = 1000.0
+        assert has_looked.wait(60), "an answered request is no longer waited for"
     noted.assert_not_called()
