@@ -200,7 +200,7 @@ class TrainingProgress(Progress):
             return True
         event = ast.literal_eval(line)
         if "loss" in event:
-            self._done = self._done + 1
+            self._done += 1
             self._loss = f", loss {float(event['loss']):.3f}"
             self._ends.append(time.monotonic())
         elif self._done == self._first:

@@ -226,6 +226,6 @@ def changes(model: Asked, base: Asked, texts: Sequence[Sequence[int]]) -> tuple[
         both = [each.logits(ids) for each in (model, base)]
         equal += torch.equal(*both)
         losses = [float(F.cross_entropy(logits[:-1], targets, reduction="sum")) for logits in both]
-        change = change + losses[0] - losses[1]
-        tokens = tokens + len(targets)
+        change += losses[0] - losses[1]
+        tokens += len(targets)
     return change / max(tokens, 1), equal

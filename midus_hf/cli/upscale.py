@@ -93,7 +93,8 @@ def run(
     keys = {field.name for field in dataclasses.fields(Request)} - {"corpus"}
     options = {key: value for key, value in context.params.items() if key in keys and value is not None}
     read = {} if config is None else read_mapping(config)
-    arguments = {key: value for key, value in read.items() if value is not None}
+    # A key without a value is as one that is left out; an unknown key is refused either way.
+    arguments = {key: value for key, value in read.items() if value is not None or key not in keys | {"corpus"}}
     arguments |= options
     for needed in ("base", "method"):
         if not arguments.get(needed):

@@ -92,8 +92,8 @@ def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadIm
                 products = (read.detach().double() * gradient.double()).unflatten(-1, (heads, -1)).sum(-1)[0]  # [T, H]
                 absolute[row] += products.abs().sum(0).cpu()
                 tokens[row] += predicting if layer == last else len(answer.ids) - 1
-            count = count + 1
-            total = total + loss.item()
+            count += 1
+            total += loss.item()
     if count == 0:
         raise RequestError("there is no answer to measure; expected one or more.")
     record = record_of(model.config)

@@ -1,4 +1,4 @@
-"""What a run says and hears between steps: its progress, and signals that end it."""
+"""Callbacks of a run: its progress on the terminal, and an end with a checkpoint when a signal arrives."""
 
 import contextlib
 import math

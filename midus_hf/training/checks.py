@@ -1,4 +1,4 @@
-"""What keys of a run are refused before anything is read: the value, what is expected, and the remedy."""
+"""Checks of the keys of a run, before anything is read."""
 
 import math
 import re

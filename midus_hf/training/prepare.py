@@ -1,4 +1,4 @@
-"""What a run needs before it has a Trainer: its texts, and its model as it trains."""
+"""Preparation of a run: its texts, and its model with what trains."""
 
 import dataclasses
 from collections.abc import Callable

@@ -53,6 +53,7 @@ def test_config_file_values_are_read_or_refused(command, base, tmp_path, refused
     for text, message in (
         ("\x80", "is not YAML"),
         ("bsae: x", "has no option 'bsae'. Expected one of: base, method, "),
+        ("bsae:", "has no option 'bsae'. Expected one of: base, method, "),
         ("options: [n]", "options is ['n']; expected a mapping"),
         ("placement: no", "placement is False; expected a whole number or a string or a list"),
         ("max_shard_size: .5", "max_shard_size is 0.5; expected a whole number or a string."),

@@ -139,9 +139,9 @@ def copy_bytes(source: int, source_start: int, target: int, target_start: int, n
             copied = len(data)
         if copied == 0:
             raise OSError(f"the base file ended {num_bytes} bytes early")
-        source_start = source_start + copied
-        target_start = target_start + copied
-        num_bytes = num_bytes - copied
+        source_start += copied
+        target_start += copied
+        num_bytes -= copied
 
 
 def write_all(target: int, data: bytes | memoryview, start: int) -> None:
@@ -149,7 +149,7 @@ def write_all(target: int, data: bytes | memoryview, start: int) -> None:
     while view:
         written = os.pwrite(target, view, start)
         view = view[written:]
-        start = start + written
+        start += written
 
 
 def most_common_dtype(tensors: Iterable[Any]) -> str:

@@ -181,7 +181,7 @@ def written_from(
         copied: Called with the name of each tensor that was copied. Default: nothing.
         stored_name: Returns the name in the file of a tensor. Default: its own.
         scan: Whether to refuse NaN and infinite values. Default: False.
-        more_bytes: Bytes that the disk needs besides. Default: 0.
+        more_bytes: Bytes that the disk needs in addition. Default: 0.
     """
     num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
     folder.check_space(num_bytes + total_bank_bytes(model.folder, banks) + more_bytes)
