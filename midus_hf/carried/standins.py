@@ -12,7 +12,6 @@ from typing import Any
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.parts import LayerNames
-from midus_hf.memories.packs.glossary import LoadedGlossary
 
 ENTRY_MODULE = "modeling_midus"
 #: The options class of each type of memory in this code.
@@ -102,18 +101,6 @@ def save_bank(bank: Any, folder: Path, *changes: Any) -> None:
     if not (folder.exists() and bank.folder.samefile(folder)):
         shutil.rmtree(folder, ignore_errors=True)  # other checkpoints may link to files there
         shutil.copytree(bank.folder, folder)
-
-
-class Glossary(LoadedGlossary):
-    """Entries of a glossary, for reading only."""
-
-    def change(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse a change, by a `RequestError`."""
-        raise RequestError(
-            "a checkpoint's own code does not change its glossary; expected midus-hf installed. Or: midus edit add."
-        )
-
-    add = replace = remove = change
 
 
 class HostLayer(LayerNames):

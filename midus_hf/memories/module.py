@@ -51,6 +51,7 @@ class DeclaredModule(nn.Module):
         del self.declared[name]
         delattr(self, name.removesuffix(".weight"))
 
+    @package_only
     def declared_tensor(self, name: str) -> torch.Tensor:
         """Return a parameter or buffer by its declared name."""
         return attrgetter(name)(self)
@@ -103,6 +104,7 @@ class MemoryModule(DeclaredModule):
         super().__init__(options.tensors(sizes))
         self.options: Any = options
 
+    @package_only
     @classmethod
     def needed_services(cls, options: Any) -> tuple[Any, ...]:
         """Return the services that a memory of these options needs. Default: all of the class."""

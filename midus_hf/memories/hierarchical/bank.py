@@ -21,6 +21,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, TREE_FILES, parse_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hierarchical.options import BankLayout, level_file
+from midus_hf.memories.options import package_only
 
 __all__ = ["MemoryBank"]
 
@@ -269,6 +270,7 @@ class MemoryBank(BlockReader):
     def __reduce__(self) -> tuple[Any, ...]:
         return MemoryBank, (self.folder.absolute(), self.layout)
 
+    @package_only
     def grow(self, roots: int | None, tree: str | None = None, grown_from: Collection[str] = ()) -> None:
         """Allow paths to a tree grown from the bank's; blocks of its new nodes start as unwritten blocks."""
         # A tree as large as the bank's, from which the bank's was made, has topics that were deleted since, and restores them.

@@ -127,8 +127,27 @@ def write_glossary(folder: str | os.PathLike, entries: Iterable[Entry]) -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-class LoadedGlossary:
+class GlossaryChange(NamedTuple):
+    """What rows changed in a glossary.
+
+    Args:
+        entries: The entries of the rows, as they are now.
+        tokens: Number of tokens of all their texts.
+        new_names: Names by which no entry was found before.
+        remarks: Lines on rows that are not read as they are, such as texts that are longer than what is read.
+    """
+
+    entries: list[Entry]
+    tokens: int
+    new_names: list[str]
+    remarks: list[str]
+
+
+class Glossary:
     """Entries that a model reads, each with a unique number from 1.
+
+    A change, also one while passes run, holds from the next pass on; a running generation keeps the pack that it reads until another
+    name is found.
 
     Args:
         tokenizer: The model's tokenizer; it has to show what its tokens spell.
@@ -154,6 +173,15 @@ class LoadedGlossary:
         self._links: dict[int, tuple[NameIndex, tuple[int, ...]]] = {}
         #: What the tokenizer's chat template writes around questions, and why it is None in spite of a template.
         self.chat_marks, self.chat_remark = learn_chat_marks(self.spelling)
+        #: Options of packs that `upscale` recorded in the model's config, where new names end what is said of protected texts.
+        self.recorded: Sequence[dict[str, Any]] = ()
+        self._changing = CopiedLock()
+        self._next = len(self._entries) + 1
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"Glossary has no {name!r}; a checkpoint's own code only reads it: install midus-hf, or use midus edit."
+        )
 
     @property
     def lookback_tokens(self) -> int:
@@ -208,36 +236,7 @@ class LoadedGlossary:
         pack = row.pack()
         return [] if pack is None else [self[number] for number in pack[0].entries]
 
-
-class GlossaryChange(NamedTuple):
-    """What rows changed in a glossary.
-
-    Args:
-        entries: The entries of the rows, as they are now.
-        tokens: Number of tokens of all their texts.
-        new_names: Names by which no entry was found before.
-        remarks: Lines on rows that are not read as they are, such as texts that are longer than what is read.
-    """
-
-    entries: list[Entry]
-    tokens: int
-    new_names: list[str]
-    remarks: list[str]
-
-
-class Glossary(LoadedGlossary):
-    """A `LoadedGlossary` that can be changed, also while passes run, from the next pass on.
-
-    A running generation keeps the pack that it reads until another name is found.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        #: Options of packs that `upscale` recorded in the model's config, where new names end what is said of protected texts.
-        self.recorded: Sequence[dict[str, Any]] = ()
-        self._changing = CopiedLock()
-        self._next = len(self._entries) + 1
-
+    @package_only
     def add(self, names: str | Sequence[str], text: str, *, exact: bool = False, common_names: bool = False) -> None:
         """Add an entry. A warning says if its text is too long, or if protected texts may have its names.
 
@@ -253,6 +252,7 @@ class Glossary(LoadedGlossary):
         row = {"name": names, "text": text, "exact": exact}
         self._warn_about_change(self.change([("the new entry", row)], common_names=common_names))
 
+    @package_only
     def replace(
         self, names: str | Sequence[str], text: str, *, exact: bool | None = None, common_names: bool = False
     ) -> None:
@@ -264,6 +264,7 @@ class Glossary(LoadedGlossary):
         row = {"name": names, "text": text, "exact": exact}
         self._warn_about_change(self.change([("the new text", row)], replaces=True, common_names=common_names))
 
+    @package_only
     def remove(self, *names: str) -> list[Entry]:
         """Remove and return all entries that names find, in any form; a `RequestError` if one finds none."""
         with self._changing.held:
@@ -272,6 +273,7 @@ class Glossary(LoadedGlossary):
             self._exchange(numbers, [])
         return removed
 
+    @package_only
     def change(
         self, rows: Iterable[tuple[str, Mapping[str, Any]]], *, replaces: bool = False, common_names: bool = False
     ) -> GlossaryChange:
@@ -311,6 +313,7 @@ class Glossary(LoadedGlossary):
         ]
         return GlossaryChange([*entries.values()], sum(lengths), new_names, remarks)
 
+    @package_only
     def _find_single_entry(self, entry: Entry, where: str) -> int:
         """Return the number of the entry that names find; refuse several, and names without one."""
         found = dict.fromkeys(number for name in entry.names for number in self.index.entries_of(name))
@@ -323,6 +326,7 @@ class Glossary(LoadedGlossary):
             )
         return numbers[0]
 
+    @package_only
     def _new_names(self, where: str, entry: Entry, replaced: set[int]) -> Iterator[str]:
         """Yield the names of an entry that were none of a replaced one; refuse those of others."""
         for name, given in names_of(0, entry).items():
@@ -335,6 +339,7 @@ class Glossary(LoadedGlossary):
             if is_new_name(self.index, name):
                 yield given
 
+    @package_only
     def _warn_about_change(self, change: GlossaryChange) -> None:
         """Warn of what a change leaves out; new names end what is recorded about protected texts."""
         for line in change.remarks:
@@ -348,6 +353,7 @@ class Glossary(LoadedGlossary):
                 )
                 options["protect"] = None
 
+    @package_only
     def _exchange(self, numbers: Collection[int], new: Iterable[Entry]) -> None:
         """Replace entries by others with new numbers, while the lock is held."""
         added = dict(enumerate(new, self._next))
@@ -361,6 +367,7 @@ class Glossary(LoadedGlossary):
         self._names = kept | new_names
         self.index = self.index.exchanged(removed, itertools.chain(*new_names.values()))
 
+    @package_only
     def _check_spelling(self, entries: Mapping[str, Entry]) -> list[int]:
         """Refuse names and texts that tokens do not spell; return how many tokens each text has."""
         lengths, added = [], self.spelling.tokenizer.added_tokens_decoder.values()
@@ -396,6 +403,7 @@ class Glossary(LoadedGlossary):
                 lengths += [len(ids)] if kind == "text" else []
         return lengths
 
+    @package_only
     def _numbers(self, name: str) -> list[int]:
         """Return the entries that a name finds; several only in files that were written by hand."""
         if not (found := self.index.entries_of(name)):
@@ -406,6 +414,7 @@ class Glossary(LoadedGlossary):
             raise RequestError(f"no entry has the name {name!r}; {remedy}")
         return found
 
+    @package_only
     def suggest_names(self, text: str) -> list[str]:
         """Return up to three names that resemble words of a text."""
         words = compared(text)[0].split(" ")
@@ -413,14 +422,17 @@ class Glossary(LoadedGlossary):
         near = (match for part in parts for match in difflib.get_close_matches(part, self.index.by_folded, 3, 0.8))
         return [self[self.index.by_folded[folded][0].entry].names[0] for folded in sorted({*near})][:3]
 
+    @package_only
     def items(self) -> list[tuple[int, Entry]]:
         """Return the entries with their numbers."""
         return [*self._entries.items()]
 
+    @package_only
     def named(self, ids: Iterable[int]) -> list[int]:
         """Return the entries named in tokens, in order, without names within longer ones."""
         return [*dict.fromkeys(each.entry for each in find_names(self.index, map(self.spelling.piece, ids)))]
 
+    @package_only
     def forms(self, ids: Iterable[int]) -> dict[str, int]:
         """Return entries by names in tokens that differ from the entry's by separators, or by an s."""
         found = {each.written: each.entry for each in find_names(self.index, map(self.spelling.piece, ids))}
@@ -430,6 +442,7 @@ class Glossary(LoadedGlossary):
             if spelled(written)[0] not in {spelled(name)[0] for name in self[number].names}
         }
 
+    @package_only
     def names_in_front(self, text: str, in_chat: bool = True) -> str:
         """Return names to put before a text, each on a line, so that all its words read the entries.
 
@@ -440,6 +453,7 @@ class Glossary(LoadedGlossary):
         numbers = self.named(self.spelling.ids(text))
         return "".join(f"{self[number].names[0]}\n" for number in numbers if not in_chat or len(numbers) == 1)
 
+    @package_only
     def opened(self, ids: Iterable[int]) -> list[tuple[int, int]]:
         """Return where a pass opens an entry: the number of the token, from 0, and of the entry, in order.
 

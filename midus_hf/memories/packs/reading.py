@@ -9,7 +9,7 @@ from transformers import Cache
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.heads import Rotation
 from midus_hf.memories.hosting.parts import CACHE
-from midus_hf.memories.packs.glossary import LoadedGlossary
+from midus_hf.memories.packs.glossary import Glossary
 from midus_hf.memories.packs.opening import PackKey
 from midus_hf.memories.packs.options import PacksOptions
 
@@ -94,7 +94,7 @@ class PackReader:
             self._angles = dtype, torch.stack(found)
         return self._angles[1]
 
-    def texts(self, glossary: LoadedGlossary, keys: Sequence[PackKey]) -> dict[PackKey, TextIds]:
+    def texts(self, glossary: Glossary, keys: Sequence[PackKey]) -> dict[PackKey, TextIds]:
         """Return what is read for packs, without entries that were removed, and without packs that have none left.
 
         The first token of a pass is an attention sink (arXiv 2309.17453). A second one would take attention from both; so texts are

@@ -7,7 +7,7 @@ import torch
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.service import Hosted, HostStack
-from midus_hf.memories.packs.glossary import LoadedGlossary
+from midus_hf.memories.packs.glossary import Glossary
 from midus_hf.memories.packs.opening import PackKey, Reading
 from midus_hf.memories.packs.placing import OpenPacks, open_packs
 from midus_hf.memories.packs.reading import RECORDING, Pack, PackReader
@@ -61,7 +61,7 @@ class PackStore:
         self,
         model: HostStack,
         run: Any,
-        glossary: LoadedGlossary,
+        glossary: Glossary,
         rows: Sequence[Sequence[Reading]],
         ids: torch.Tensor,
         kept: KeptPacks,
