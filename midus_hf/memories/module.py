@@ -51,7 +51,6 @@ class DeclaredModule(nn.Module):
         del self.declared[name]
         delattr(self, name.removesuffix(".weight"))
 
-    @package_only
     def declared_tensor(self, name: str) -> torch.Tensor:
         """Return a parameter or buffer by its declared name."""
         return attrgetter(name)(self)
