@@ -10,6 +10,7 @@ from material.chats import chats
 from material.elements import elements
 from material.excerpts import address_excerpts, article_excerpts
 from material.factbook import factbook
+from material.gcide import gcide
 from material.glosses import glosses
 from material.joined_models import gemma_270m, qwen_500m, qwen_1500m
 from material.minilm import minilm
@@ -37,6 +38,7 @@ FETCH: dict[str, Callable[[], Path]] = {
     "qwen-1.5b": qwen_1500m,
     "factbook": lambda: factbook().questions,
     "minilm": minilm,
+    "gcide": gcide,
     "glosses": glosses,
     "stages": stages,
     "mixed": mixed,

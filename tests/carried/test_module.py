@@ -211,7 +211,6 @@ STANDS_FOR |= {"write_code": "midus_hf.carried.module", "save_bank": "midus_hf.m
 STANDS_FOR |= {"decode_cache": "midus_hf.memories.decode_cache", "check_layer": "midus_hf.memories.module"}
 STANDS_FOR |= dict.fromkeys(("option", "read_options"), "midus_hf.config.options")
 STANDS_FOR |= dict.fromkeys(("HostLayer", "MemoryBlock"), "midus_hf.memories.hosting.layer")
-STANDS_FOR |= {"Glossary": "midus_hf.memories.packs.glossary"}
 
 
 def test_stand_in_replaces_nothing_else():
