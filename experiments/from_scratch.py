@@ -1,0 +1,193 @@
+"""Train small models from the beginning on the same text in the same order, and measure them on held-out headwords.
+
+    python -m experiments.from_scratch --work outputs/scratch
+    python -m experiments.from_scratch --work outputs/scratch --only dense moda dense-564 --seeds 0 1
+    python -m experiments.from_scratch --table --picture scratch.png
+
+The models are `configs/scratch/NAME.json`, all with the keys of `configs/scratch/train.yaml`. The text is a dictionary of English
+(GCIDE) with a BPE tokenizer of 8,192 tokens that is trained on it; no headword is both learned and measured. Each run is a `midus
+train` that a person could type, which the same command resumes; its losses are a file in `experiments/results/from-scratch`. A
+model is listed beside the one that it is compared with, of equal cost or equal parameters.
+"""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from material.gcide import gcide
+from midus_hf.compare.run import code_version
+from midus_hf.look.page import as_png, new_figure
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "scratch"
+RESULTS = Path(__file__).parent / "results" / "from-scratch"
+_VOCABULARY = 8192
+_END = "<|endoftext|>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What a paper says of a model beside another one, both by the names of their configs."""
+
+    model: str
+    beside: str
+    equal: str
+    says: str
+
+
+# In the order of the runs.
+CLAIMS = (
+    Claim("dense-twice", "dense", "nothing: twice the parameters", "what a larger model gives"),
+    Claim("ultramem-v2", "olmoe", "total and active parameters", "as good as a mixture of experts"),
+    Claim("ultramem-v2", "dense-564", "FLOPs", "better"),
+    Claim("moc-sequence", "dense-704", "FLOPs", "better: 2.79 for 2.86"),
+    Claim("moc-chunk", "dense-1024", "FLOPs", "none: chunks are ours"),
+    Claim("moda", "dense-564", "FLOPs and parameters", "better; least with norms in front"),
+    Claim("olmo2-moda", "olmo2-564", "FLOPs and parameters", "better"),
+    Claim("engram", "dense-704", "parameters", "better"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Losses of a run, in nats per token."""
+
+    model: str
+    seed: int
+    parameters: int
+    learning_rate: float
+    tokens: list[int]  #: trained tokens at each measurement
+    validation: list[float]
+    held_out: list[float]
+    seconds: float
+    code: str
+
+
+def models_of(claims: Iterable[Claim]) -> list[str]:
+    """Return the models of claims, each once, those that others are compared with first."""
+    return list(dict.fromkeys(["dense", *(name for claim in claims for name in (claim.beside, claim.model))]))
+
+
+def make_tokenizer(folder: Path, texts: Iterable[str]) -> None:
+    """Train a byte-level BPE on texts, unless the folder has one."""
+    if folder.exists():
+        return
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options: dict[str, Any] = {"special_tokens": [_END], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=_VOCABULARY, **options))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END).save_pretrained(folder)
+
+
+def train(model: str, seed: int, work: Path, keys: Sequence[str]) -> Result:
+    """Train a model, from its latest checkpoint if it has one, and return its losses."""
+    texts = gcide()
+    output = work / f"{model}-{seed}"
+    command = [sys.executable, "-m", "midus_hf", "train", str(CONFIGS / "train.yaml"), "--seed", str(seed)]
+    command += ["--config_name", str(CONFIGS / f"{model}.json"), "--tokenizer_name", str(work / "tokenizer")]
+    command += ["--corpus", str(texts / "train.jsonl"), "--output_dir", str(output)]
+    eval_text = {name: str(texts / f"{name}.jsonl") for name in ("validation", "held_out")}
+    command += ["--eval_text", json.dumps(eval_text), *keys]
+    print(f"$ {shlex.join(command)}", flush=True)
+    subprocess.run(command, check=True)
+    state = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))
+    log = state["log_history"]
+    measured = [event for event in log if "eval_held_out_loss" in event]
+    tokens_per_step = state["num_input_tokens_seen"] / state["global_step"]
+    by_step = {event["step"]: event for event in log if "eval_validation_loss" in event}
+    return Result(
+        model=model,
+        seed=seed,
+        parameters=next(event["trained_parameters"] for event in log if "trained_parameters" in event),
+        learning_rate=max(event["learning_rate"] for event in log if "learning_rate" in event),
+        tokens=[round(event["step"] * tokens_per_step) for event in measured],
+        validation=[by_step[event["step"]]["eval_validation_loss"] for event in measured],
+        held_out=[event["eval_held_out_loss"] for event in measured],
+        seconds=next(event["train_runtime"] for event in log if "train_runtime" in event),
+        code=code_version(),
+    )
+
+
+def read_results(folder: Path) -> dict[str, list[Result]]:
+    """Return the results in a folder by model, in the order of their seeds."""
+    results: dict[str, list[Result]] = {}
+    for path in sorted(folder.glob("*.json")):
+        result = Result(**json.loads(path.read_text(encoding="utf-8")))
+        results.setdefault(result.model, []).append(result)
+    return results
+
+
+def table_rows(results: dict[str, list[Result]]) -> list[list[str]]:
+    """Return a heading, and a row for each claim of which both models were trained: held-out losses at the end, and difference."""
+    rows = [["model", "beside", "equal", "the paper says", "held out", "beside", "difference by seed"]]
+    for claim in CLAIMS:
+        by_seed = {result.seed: result.held_out[-1] for result in results.get(claim.model, ())}
+        beside = {result.seed: result.held_out[-1] for result in results.get(claim.beside, ())}
+        seeds = sorted(by_seed.keys() & beside.keys())
+        if seeds:
+            means = [statistics.mean(losses[seed] for seed in seeds) for losses in (by_seed, beside)]
+            differences = ", ".join(f"{by_seed[seed] - beside[seed]:+.3f}" for seed in seeds)
+            named = [claim.model, claim.beside, claim.equal, claim.says]
+            rows.append([*named, *(f"{mean:.3f}" for mean in means), differences])
+    return rows
+
+
+def draw(results: dict[str, list[Result]]) -> bytes:
+    """Return a picture of held-out loss against trained tokens, as PNG; one line for each model, the mean of its seeds."""
+    figure = new_figure(8.0, 5.0)
+    axes = figure.subplots()
+    for number, name in enumerate(name for name in models_of(CLAIMS) if name in results):
+        runs = results[name]
+        losses = [statistics.mean(each) for each in zip(*(run.held_out for run in runs), strict=True)]
+        millions = [tokens / 1e6 for tokens in runs[0].tokens]
+        style = "--" if name.startswith(("dense", "olmo2-5")) else "-"
+        axes.plot(millions, losses, color=f"C{number}", linestyle=style, marker=".", label=name)
+    axes.set(xlabel="million tokens", ylabel="held-out loss, nats per token")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=9, frameon=False)
+    return as_png(figure)
+
+
+def main() -> None:
+    names = models_of(CLAIMS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, help="folder of the tokenizer, the models and their checkpoints")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="print the table of the results there are")
+    parser.add_argument("--picture", type=Path, help="file for a picture of loss against tokens, as PNG")
+    asked, keys = parser.parse_known_args()  # further arguments are those of `midus train`
+    if keys and asked.work is None:
+        parser.error(f"{' '.join(keys)}: keys of training are given, and no --work to train in.")
+    if asked.work is not None:
+        texts = (gcide() / "train.jsonl").read_text(encoding="utf-8").splitlines()
+        make_tokenizer(asked.work / "tokenizer", (json.loads(line)["text"] for line in texts))
+        for seed in asked.seeds:
+            for name in asked.only:
+                path = asked.results / f"{name}-{seed}.json"
+                if not path.is_file():
+                    result = train(name, seed, asked.work, keys)
+                    asked.results.mkdir(parents=True, exist_ok=True)
+                    path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n", encoding="utf-8")
+    results = read_results(asked.results)
+    if asked.table:
+        heading, *rows = (f"| {' | '.join(row)} |" for row in table_rows(results))
+        print("\n".join([heading, f"|{'---|' * (heading.count('|') - 1)}", *rows]))
+    if asked.picture is not None:
+        asked.picture.write_bytes(draw(results))
+
+
+if __name__ == "__main__":
+    main()
