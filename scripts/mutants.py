@@ -78,8 +78,8 @@ NEAREST = {
     "midus_hf/training/keys.py": "tests/training/test_refusals.py tests/commands/test_command_line.py",
     "midus_hf/memories/hierarchical/training.py": "tests/training/test_blocks.py",
     "midus_hf/training/checkpoints.py": "tests/training/checkpoints tests/training/test_run.py",
-    "midus_hf/training/inputs.py": "tests/training/test_refusals.py tests/training/checkpoints/test_whole_checkpoints.py "
-    "tests/training/test_output.py tests/training/test_blocks.py",
+    "midus_hf/training/prepare.py": "tests/training/test_refusals.py tests/training/test_output.py tests/training/test_run.py",
+    "midus_hf/training/texts.py": "tests/training/test_refusals.py tests/training/test_run.py tests/training/test_blocks.py",
     "midus_hf/training/optim.py": "tests/training/test_optim.py tests/training/test_refusals.py",
     "midus_hf/training/row_adamw.py": "tests/training/test_optim.py",
     "midus_hf/training/output.py": "tests/training/test_run.py tests/training/test_refusals.py "

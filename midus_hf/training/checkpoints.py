@@ -1,22 +1,38 @@
-"""Checkpoints of a run: trained parameters, the optimizer, and a manifest that is written last."""
+"""Checkpoints of a run: trained parameters, the optimizer, digests of what it read, and a manifest that is written last."""
 
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from transformers import PreTrainedModel
 
 from midus_hf.config.errors import RequestError, print_note
-from midus_hf.files.checkpoint_files import CHECKPOINT_NAME, MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
+from midus_hf.data.stream import StreamedSequences
+from midus_hf.files.checkpoint_files import (
+    CHECKPOINT_NAME,
+    INPUTS_FILE,
+    MANIFEST_FILE,
+    STREAM_FILE,
+    TRAINED_FILE,
+    TRAINER_STATE,
+)
 from midus_hf.files.outputs import atomic_write
+from midus_hf.memories.engram.known_ngrams import SAVING_KEYS
+from midus_hf.memories.hosting.service import BankService
 
 SCHEDULER_FILE = "scheduler.pt"
+_ROWS_AT_ONCE = 1000
+#: SHA-256 of each part of an input, by the key that names the input.
+Digests = dict[str, dict[str, str]]
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -174,3 +190,95 @@ def finish_checkpoint(checkpoint: Path) -> None:
     manifest = {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in files.items()}
     with atomic_write(checkpoint / MANIFEST_FILE) as partial:
         partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def digest_model(model: PreTrainedModel, arguments: Any) -> Digests:
+    """Return the SHA-256 of a model's settings, of loaded (not new) weights, and of files next to them."""
+    is_new = arguments.model_name_or_path is None
+    digests = dict[str, str]()
+    tensors = {} if is_new else model.state_dict()
+
+    def hash_tensor(name: str) -> str:
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest = hashlib.sha256(f"{name}:{tensor.dtype}:{list(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    if not is_new:
+        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+            digests["weights"] = hashlib.sha256("\n".join(pool.map(hash_tensor, sorted(tensors))).encode()).hexdigest()
+    settings = json.loads(model.config.to_json_string())
+    kept = json.dumps({key: value for key, value in settings.items() if key not in SAVING_KEYS}, sort_keys=True)
+    digests["settings"] = hashlib.sha256(kept.encode()).hexdigest()
+    services: Any = getattr(getattr(model, "stack", None), "services", {})
+    for name, service in services.items():
+        if isinstance(service, BankService) and (digest := service.digest()) is not None:
+            digests[f"files beside the weights ({name})"] = hashlib.sha256(digest.encode()).hexdigest()
+    return {"config_name" if is_new else "model_name_or_path": digests}
+
+
+def digest_sequences(trainer: Any) -> Digests:
+    """Return the SHA-256 of the sequences that a Trainer trains on and measures, by the keys that name their texts."""
+    from datasets import Dataset
+
+    held_out = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    by_key = {trainer.args.data_key: {"": trainer.train_dataset}, "eval_text": held_out}
+    digests: Digests = {}
+    for key, datasets in by_key.items():
+        digests[key] = {}
+        for name, rows in datasets.items():
+            part = f"sequences of tokens of {name}".removesuffix(" of ")
+            if isinstance(rows, Dataset):
+                digests[key][part] = digest_rows(rows)
+            elif isinstance(rows, StreamedSequences):
+                digests[key][part] = rows.digest
+    return digests
+
+
+def check_inputs(trainer: Any, checkpoint: Path) -> None:
+    """Refuse to resume from a checkpoint of a run that read others than `trainer.inputs`.
+
+    Held-out texts may change, unless they choose the saved model.
+    """
+    arguments = trainer.args
+    if isinstance(trainer.train_dataset, StreamedSequences):
+        count = len(list(checkpoint.glob(STREAM_FILE.format("*"))))
+        if count != arguments.world_size:
+            raise RequestError(
+                f"{checkpoint} has the streams of {count} processes, and this run has {arguments.world_size}; expected the same "
+                "number of processes: each resumes its own stream."
+            )
+    path = checkpoint / INPUTS_FILE
+    if not path.is_file():  # a script may have saved it
+        return
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    for key, parts in trainer.inputs.items():
+        if key == "eval_text" and not arguments.load_best_model_at_end:
+            continue
+        for part, digest in parts.items():
+            before = earlier.get(key, {}).get(part, digest)
+            if before != digest:
+                raise RequestError(
+                    f"{key} is {getattr(arguments, key)!r}, whose {part} are not those that the run to resume read (SHA-256 "
+                    f"{digest[:16]}, expected {before[:16]}); put them back, or start a new run in another folder."
+                )
+
+
+def digest_rows(rows: Any) -> str:
+    """Return the SHA-256 of the rows of a `datasets.Dataset`, independent of its files."""
+    import pyarrow
+    from pyarrow import compute
+
+    digest = hashlib.sha256()
+    for batch in rows.with_format("arrow").iter(_ROWS_AT_ONCE):
+        for name in sorted(batch.column_names):
+            column = batch[name].combine_chunks()
+            digest.update(f"{name}:{column.type}\n".encode())
+            if not pyarrow.types.is_primitive(getattr(column.type, "value_type", column.type)):
+                digest.update(json.dumps(column.to_pylist(), default=str).encode())
+                continue
+            is_listed = hasattr(column.type, "value_type")
+            parts = [compute.list_value_length(column), compute.list_flatten(column)] if is_listed else [column]
+            for numbers in parts:
+                digest.update(numbers.to_numpy(zero_copy_only=False).data)
+    return digest.hexdigest()

@@ -1,21 +1,43 @@
-"""Preparation of a run: its texts, and its model with what trains."""
+"""Preparation of a run: its config, tokenizer, texts, and model with what trains."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, set_seed
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
+from midus_hf.config.errors import RequestError, as_request_error, install_extra
+from midus_hf.files.checkpoint_files import ACCOMPANYING, CARD_FILE, CONFIG, refuse_lfs_pointers
+from midus_hf.memories.packs.options import has_glossary
+from midus_hf.models.host import MemoryConfig
+from midus_hf.models.saved_models import check_no_missing_tensors, load_model
 from midus_hf.models.view import ModelView
-from midus_hf.training.inputs import Digests, RunTexts, load_for_training, model_hashes
-from midus_hf.training.optim import cast_for_training, set_trainable
+from midus_hf.sources.downloads import fetching
+from midus_hf.sources.tokenizers import load_tokenizer
+from midus_hf.training.arguments import MemoryArguments
+from midus_hf.training.checkpoints import Digests, digest_model
+from midus_hf.training.optim import cast_for_training, resolve_trainable, set_trainable
 from midus_hf.training.outcome import measured_texts
-from midus_hf.training.output import in_main_process
+from midus_hf.training.output import in_main_process, new_card
 from midus_hf.training.protection import Protection
-from midus_hf.training.sft.template_day import first_day
+from midus_hf.training.sft.template_day import DAY_KEY, first_day
+from midus_hf.training.texts import RunTexts
 
 _CHOSEN_DTYPE = {
     True: "this device computes bfloat16: the run computes in it, with trained parameters in float32; set bf16 to choose",
@@ -35,7 +57,7 @@ class Prepared:
         saved_dtypes: Dtypes of the model's tensors as loaded, by name, in which it is saved.
         uses_cache: `use_cache` of the config as loaded.
         files: Contents of files to save with the model, by name.
-        hashes: SHA-256 of what the model is made of; empty in other than the main process.
+        inputs: What checkpoints record of the model, the tree and the first day; empty in other than the main process.
         checkpoint: The checkpoint to resume from, if any.
         first_day: The day on which the run began, as YYYY-MM-DD.
         protection: The texts whose logits stay, if any.
@@ -48,7 +70,7 @@ class Prepared:
     saved_dtypes: dict[str, torch.dtype]
     uses_cache: bool
     files: dict[str, bytes]
-    hashes: Digests
+    inputs: Digests
     checkpoint: Path | None
     first_day: str
     protection: Protection | None
@@ -86,7 +108,9 @@ def prepare(
         arguments.eval_on_start = False
     set_seed(arguments.seed)
     model, files = load_for_training(arguments, config)
-    hashes = model_hashes(model, arguments) if is_main and trains else {}
+    inputs: Digests = {}
+    if is_main and trains:
+        inputs = {**digest_model(model, arguments), **_digest_tree(arguments), DAY_KEY: {"day": day}}
     uses_cache = model.config.use_cache
     if arguments.eval_share and texts.held_out is not None:
         texts = texts._replace(held_out=measured_texts(texts.held_out, model, tokenizer, arguments))
@@ -109,11 +133,21 @@ def prepare(
         saved_dtypes=saved_dtypes,
         uses_cache=uses_cache,
         files=files,
-        hashes=hashes,
+        inputs=inputs,
         checkpoint=checkpoint,
         first_day=day,
         protection=protection,
     )
+
+
+def _digest_tree(arguments: Any) -> Digests:
+    """Return the fingerprint of the run's tree of topics, if it has one."""
+    tree = getattr(arguments, "tree", None)
+    if tree is None:
+        return {}
+    from midus_hf.topics.tree import ClusterTree
+
+    return {"tree": {"nodes": ClusterTree.load(tree).fingerprint}}
 
 
 def _choose_trained(view: ModelView, arguments: Any) -> tuple[Any, str]:
@@ -136,3 +170,99 @@ def _protect(model: Any, tokenizer: Any, arguments: Any, checkpoint: Path | None
     if arguments.process_index == 0:
         print(protection)
     return protection
+
+
+def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
+    """Load the config of a run's model, and check what can be checked without weights."""
+    source = arguments.model_name_or_path or arguments.config_name
+    if source is None:
+        raise RequestError("config has no 'model_name_or_path'; set it in the recipe, or by --model.")
+    path = Path(source).expanduser()
+    with as_request_error(_expected(arguments), OSError, ValueError):
+        made_from = path if arguments.config_name is not None and path.exists() else source
+        refuse_lfs_pointers(Path(made_from), CONFIG)
+        with fetching(source):
+            config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
+    if arguments.config_name is not None and hasattr(config, "upscale"):
+        del config.upscale  # it describes a base whose weights this model does not have
+    key = arguments.length_key
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and (length := getattr(arguments, key)) > limit:
+        raise RequestError(
+            f"{key} is {length}, but the model has positions for {limit} tokens. Lower {key}, or first raise "
+            "max_position_embeddings in the model's config.json, with the rope scaling that it then needs."
+        )
+    hosts_memory = isinstance(config, MemoryConfig)
+    if arguments.config_name is not None and hosts_memory and has_glossary(config.memories()):
+        raise RequestError(
+            f"config_name is {arguments.config_name!r}, whose model has packs, and a new model has no glossary; expected a config "
+            "without packs. Add them to the trained model: upscale --method packs."
+        )
+    if hosts_memory and getattr(arguments, "use_liger_kernel", False):
+        raise RequestError(
+            f"use_liger_kernel is true, and Liger has no kernels for {config.model_type}; expected a model without memory. "
+            "Leave it out."
+        )
+    if arguments.adapters is None:
+        resolve_trainable(config, arguments.trainable)  # type: ignore[arg-type]
+        return config
+    if importlib.util.find_spec("peft") is None:
+        raise RequestError(f"adapters need peft, not installed; {install_extra('train')}, or leave them out.")
+    from midus_hf.training.adapters import read_adapters
+
+    assert isinstance(arguments.adapters, dict), "checked by the arguments"
+    read_adapters(arguments.adapters)
+    if is_deepspeed_zero3_enabled():
+        raise RequestError(
+            "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 shards; expected processes that hold whole "
+            "models. Start the run with configs/accelerate/ddp.yaml."
+        )
+    return config
+
+
+def load_run_tokenizer(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
+    source = arguments.model_name_or_path or arguments.tokenizer_name
+    assert source is not None, "a config is named with a tokenizer"
+    message = f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
+    if arguments.model_name_or_path is not None:
+        message = f"model_name_or_path is {source!r}, which has no tokenizer that loads"
+    with as_request_error(message, OSError, ValueError):
+        return load_tokenizer(source)
+
+
+def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
+    """Load the model in its dtype, or make it at random; return it and files to save with it, by name."""
+    attention, source = arguments.attn_implementation, arguments.model_name_or_path
+    with load_unsharded(), as_request_error(_expected(arguments), OSError, ValueError, ImportError, SafetensorError):
+        if source is None:
+            made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
+            return made, {CARD_FILE: new_card(arguments, config.model_type)}
+        options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
+        model, missing = load_model(source, **options)
+    check_no_missing_tensors(source, missing)
+    folder = Path(source)
+    if not folder.is_dir():
+        try:
+            with fetching(source):
+                folder = Path(snapshot_download(source, allow_patterns=list(ACCOMPANYING)))
+        except (HfHubHTTPError, OSError):
+            return model, {}
+    paths = sorted(path for pattern in ACCOMPANYING for path in folder.glob(pattern) if path.is_file())
+    return model, {path.name: path.read_bytes() for path in paths}
+
+
+def _expected(arguments: MemoryArguments) -> str:
+    if arguments.model_name_or_path is None:
+        return f"config_name is {arguments.config_name!r}; expected the file, folder or Hub id of a language model's config"
+    return f"model_name_or_path is {arguments.model_name_or_path!r}; expected the folder or Hub id of a language model"
+
+
+@contextlib.contextmanager
+def load_unsharded() -> Iterator[None]:
+    """Load or make whole models in each process in the context, although ZeRO-3 would shard them."""
+    config_before = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = config_before

@@ -24,8 +24,7 @@ from midus_hf.sources.peak_memory import peak_memory_bytes
 from midus_hf.sources.progress import limit_bars, without_library_bars
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.callbacks import GracefulStop, RunReport
-from midus_hf.training.checkpoints import resume_hint
-from midus_hf.training.inputs import RunTexts, check_inputs, load_config, load_run_tokenizer, read_texts, use_tree
+from midus_hf.training.checkpoints import check_inputs, resume_hint
 from midus_hf.training.keys import planned_epochs, trains_new_parts
 from midus_hf.training.optim import num_trained
 from midus_hf.training.outcome import MeasureAtEnd, describe_outcome
@@ -40,9 +39,9 @@ from midus_hf.training.output import (
     upload_model,
     write_run_config,
 )
-from midus_hf.training.prepare import Prepared, prepare
+from midus_hf.training.prepare import Prepared, load_config, load_run_tokenizer, prepare
 from midus_hf.training.rates import describe_rates, find_rates
-from midus_hf.training.sft.template_day import DAY_KEY
+from midus_hf.training.texts import RunTexts, read_texts, use_tree
 from midus_hf.training.trainer import MemoryTrainer, check_checkpoint
 
 
@@ -66,7 +65,13 @@ def make_memory_trainer(prepared: Prepared) -> MemoryTrainer:
     fill = prepared.tokenizer.eos_token_id
     collator = partial(collate, sequence_length=arguments.sequence_length, fill=fill)
     return MemoryTrainer(
-        prepared.model, arguments, collator, texts.train, texts.held_out, saved_dtypes=prepared.saved_dtypes
+        prepared.model,
+        arguments,
+        collator,
+        texts.train,
+        texts.held_out,
+        saved_dtypes=prepared.saved_dtypes,
+        inputs=prepared.inputs,
     )
 
 
@@ -135,8 +140,7 @@ def _make_checked_trainer(prepared: Prepared, make_trainer: Callable[[Prepared],
         trainer.get_optimizer_cls_and_kwargs(arguments)
     if checkpoint is not None:
         check_checkpoint(trainer, checkpoint)
-    digests = in_main_process(arguments, partial(check_inputs, trainer, prepared.hashes, arguments, checkpoint))
-    trainer.inputs = {**digests, DAY_KEY: {"day": prepared.first_day}}
+        in_main_process(arguments, partial(check_inputs, trainer, checkpoint))
     return trainer
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,9 @@ from midus_hf.models.view import has_adapters
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.base_divergence import base_logits, check_base_divergence, divergence_without_target
 from midus_hf.training.checkpoints import (
+    Digests,
     checkpoints_in,
+    digest_sequences,
     finish_checkpoint,
     has_optimizer_state,
     load_checkpoint,
@@ -38,7 +41,6 @@ from midus_hf.training.checkpoints import (
     save_trained,
     saved_tensors,
 )
-from midus_hf.training.inputs import Digests
 from midus_hf.training.keys import Rates
 from midus_hf.training.optim import group_schedules, parameter_groups
 from midus_hf.training.row_adamw import RowAdamW, check_sparse_values, clip_rows, row_gradients
@@ -82,7 +84,14 @@ class MemoryTrainerMixin(AnyTrainer):
     banks, and ends with a manifest; `load_checkpoint` loads one into a model.
     """
 
-    def __init__(self, *args: Any, saved_dtypes: dict[str, torch.dtype] | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        saved_dtypes: dict[str, torch.dtype] | None = None,
+        inputs: Digests | None = None,
+        **kwargs: Any,
+    ):
+        self._inputs = inputs
         super().__init__(*args, **kwargs)
         options = self.args if isinstance(self.args, MemoryArguments) else None
         #: Dtypes in which processes that share parameters save the model, by name; others as they are.
@@ -112,7 +121,11 @@ class MemoryTrainerMixin(AnyTrainer):
         if self._stream is not None:
             self.args.ignore_data_skip = True  # the stream resumes itself
         self._is_checkpointing = False
-        self.inputs: Digests = {}
+
+    @cached_property
+    def inputs(self) -> Digests:
+        """Digests that checkpoints record: those that were given, and of the sequences; empty if none were given."""
+        return {**self._inputs, **digest_sequences(self)} if self._inputs else {}
 
     @property
     def shares_parameters(self) -> bool:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, TrainerState, TrainingArguments
 from midus_hf.cli.train import main
 from midus_hf.files.checkpoint_files import TERMS
 from midus_hf.sources.downloads import DownloadError
-from midus_hf.training import inputs, output
+from midus_hf.training import output, prepare
 from midus_hf.training.optim import cast_for_training
 from midus_hf.training.output import PartialSaveError, add_training
 from midus_hf.training.run import TrainingError, run_training
@@ -106,15 +106,15 @@ def test_example_on_the_card_of_a_new_model_runs(corpus, upscaled, tmp_path, mon
 
 def test_only_accompanying_files_are_fetched_from_the_hub(tmp_path, monkeypatch):
     download = Mock(side_effect=[str(tmp_path), OSError("it cannot be reached")])
-    monkeypatch.setattr(inputs, "snapshot_download", download)
-    monkeypatch.setattr(inputs, "load_model", lambda *_, **__: ("model", []))
+    monkeypatch.setattr(prepare, "snapshot_download", download)
+    monkeypatch.setattr(prepare, "load_model", lambda *_, **__: ("model", []))
     arguments = SimpleNamespace(attn_implementation=None, model_name_or_path="owner/name", config_name=None)
     for name in ("README.md", "LICENSE", "USE_POLICY.md", "config.json"):
         (tmp_path / name).write_text(name)
     accompanying = {name: name.encode() for name in ("README.md", "LICENSE", "USE_POLICY.md")}
-    assert inputs.load_for_training(arguments, None) == ("model", accompanying)
+    assert prepare.load_for_training(arguments, None) == ("model", accompanying)
     download.assert_called_once_with("owner/name", allow_patterns=["upscale.json", "README.md", *TERMS])
-    assert inputs.load_for_training(arguments, None) == ("model", {})
+    assert prepare.load_for_training(arguments, None) == ("model", {})
 
 
 def test_inconsistent_generation_config_is_kept(model, config_for, tmp_path):

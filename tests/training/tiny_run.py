@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.callbacks import GracefulStop, RunReport
-from midus_hf.training.inputs import read_texts
 from midus_hf.training.prepare import Prepared
 from midus_hf.training.run import RunInterrupted, TrainResult, make_memory_trainer, run_training
+from midus_hf.training.texts import read_texts
 from midus_hf.training.trainer import MemoryTrainer
 from upscalers.runs.upscale import upscale
 

@@ -18,13 +18,12 @@ from midus_hf.models.host import MemoryConfig
 from midus_hf.sources.tokenizers import check_ids, without_suffix_tokens
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.checks import check_chat_keys
-from midus_hf.training.inputs import RunTexts, read_held_out
 from midus_hf.training.keys import SftKeys, planned_steps
-from midus_hf.training.outcome import HELD_OUT
 from midus_hf.training.prepare import Prepared
 from midus_hf.training.run import TrainResult, run_training
 from midus_hf.training.sft.rows import read_chats
 from midus_hf.training.sft.template_day import first_day, reads_clock, with_day
+from midus_hf.training.texts import RunTexts, read_held_out
 from midus_hf.training.trainer import MemoryTrainerMixin
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def make_sft_trainer(prepared: Prepared) -> "SftTrainer":
     """Return TRL's Trainer on chats, leaving out those without an answer to learn from."""
     model, arguments, tokenizer, texts = prepared.model, prepared.arguments, prepared.tokenizer, prepared.texts
     _check_banks(model, arguments)
-    chats, source = texts.train, arguments.dataset_name
+    chats = texts.train
     columns = chats.column_names
     is_chat = "messages" in columns or isinstance(chats[0]["prompt"], list)
     options = copy.copy(arguments)  # TRL has other names for some arguments, which are recorded
@@ -100,34 +99,10 @@ def make_sft_trainer(prepared: Prepared) -> "SftTrainer":
         eval_dataset=texts.held_out,
         first_day=prepared.first_day,
         saved_dtypes=prepared.saved_dtypes,
+        inputs=prepared.inputs,
     )
     if options.assistant_only_loss:
         _stop_after_answers(model, tokenizer, trainer.first_labels)
-    encoded: Any = trainer.train_dataset
-    columns = [name for name in ("labels", "seq_lengths") if name in encoded.column_names]
-    sequences = encoded.filter(has_loss, input_columns=columns, load_from_cache_file=False)
-    if not len(sequences):
-        reason = f"which has no answer to learn from within {arguments.max_length:,} tokens"
-        raise RequestError(f"dataset_name is {source!r}, {reason}. Add data, or raise max_length.")
-    check_ids(max(max(ids) for ids in sequences["input_ids"]), model.config.vocab_size)
-    left_out = (len(encoded) if arguments.packing else len(chats)) - len(sequences)
-    if left_out:
-        unit = "packed sequences" if arguments.packing else "rows"
-        print_note(f"{left_out:,} {unit} are left out: no answer in the part that is kept")
-    tokens = sum(map(len, sequences["input_ids"]))
-    labels = sum(label != IGNORED_LABEL for row in sequences["labels"] for label in row)
-    if arguments.process_index == 0:
-        share = f"{labels:,} of them with a loss ({labels / tokens:.1%})"
-        print(f"{len(sequences):,} sequences, {tokens:,} tokens, {share}")
-    trainer.train_dataset = sequences
-    if arguments.eval_share and texts.held_out is not None:
-        measured: Any = trainer.eval_dataset
-        with_loss = measured[HELD_OUT].filter(has_loss, input_columns=columns, load_from_cache_file=False)
-        trainer.eval_dataset = {**measured, HELD_OUT: with_loss}
-        trainer.args.eval_on_start = len(with_loss) > 0
-        if not len(with_loss):
-            count = f"{len(measured[HELD_OUT]):,}"
-            note_nothing_held_out("dataset_name", f"none of the {count} rows that were held out has an answer")
     return trainer
 
 
@@ -186,9 +161,10 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
     Chat templates that write the date write `first_day`, as YYYY-MM-DD. Default: today.
     """
 
-    def __init__(self, *args: Any, first_day: str | None = None, **kwargs: Any):
+    def __init__(self, model: Any, *args: Any, first_day: str | None = None, **kwargs: Any):
         self._first_day = first_day
-        super().__init__(*args, **kwargs)
+        self._vocab_size = model.config.vocab_size
+        super().__init__(model, *args, **kwargs)
         # TRL's constructor needs the tokenizer, but a Trainer that keeps it rewrites the special tokens in the model's config.
         self.processing_class = None
 
@@ -217,7 +193,18 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
         if not is_held_out:
             self.first_labels = _check_encoded(encoded, processing_class, args)
         encoded = encoded.select_columns(["input_ids", "labels"])
-        return super()._prepare_dataset(encoded, processing_class, args, packing, *others)
+        sequences = super()._prepare_dataset(encoded, processing_class, args, packing, *others)
+        columns = [name for name in ("labels", "seq_lengths") if name in sequences.column_names]
+        with_loss = sequences.filter(has_loss, input_columns=columns, load_from_cache_file=False)
+        if not is_held_out:
+            count = len(sequences if packing else dataset)
+            _check_sequences(with_loss, count - len(with_loss), self._vocab_size, args)
+        elif not len(with_loss):
+            args.eval_on_start = False
+            note_nothing_held_out(
+                "dataset_name", f"none of the {len(dataset):,} rows that were held out has an answer"
+            )
+        return with_loss
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card, since the run extends the card of the model."""
@@ -260,6 +247,22 @@ def _check_encoded(encoded: Any, tokenizer: "PreTrainedTokenizerBase", arguments
                     "chat_template_path to one that does, or remove the row."
                 )
     return next(filter(None, map(_learned, encoded["labels"])), [])
+
+
+def _check_sequences(sequences: Any, left_out: int, vocab_size: int, arguments: Any) -> None:
+    """Print how many sequences are trained on, and how many are left out; refuse none, and tokens that the model lacks."""
+    if not len(sequences):
+        reason = f"which has no answer to learn from within {arguments.max_length:,} tokens"
+        raise RequestError(f"dataset_name is {arguments.dataset_name!r}, {reason}. Add data, or raise max_length.")
+    check_ids(max(max(ids) for ids in sequences["input_ids"]), vocab_size)
+    if left_out:
+        unit = "packed sequences" if arguments.packing else "rows"
+        print_note(f"{left_out:,} {unit} are left out: no answer in the part that is kept")
+    tokens = sum(map(len, sequences["input_ids"]))
+    labels = sum(label != IGNORED_LABEL for row in sequences["labels"] for label in row)
+    if arguments.process_index == 0:
+        share = f"{labels:,} of them with a loss ({labels / tokens:.1%})"
+        print(f"{len(sequences):,} sequences, {tokens:,} tokens, {share}")
 
 
 def _learned(labels: Sequence[int]) -> list[int]:

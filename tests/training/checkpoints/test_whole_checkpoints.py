@@ -23,8 +23,14 @@ from transformers import TrainingArguments
 
 from midus_hf.files.outputs import exclusive
 from midus_hf.training import MemoryTrainer, checkpoints
-from midus_hf.training.checkpoints import find_damage, find_latest_complete, remove_checkpoint, resume_hint
-from midus_hf.training.inputs import model_hashes, rows_digest
+from midus_hf.training.checkpoints import (
+    digest_model,
+    digest_rows,
+    find_damage,
+    find_latest_complete,
+    remove_checkpoint,
+    resume_hint,
+)
 from midus_hf.training.output import PartialSaveError
 from midus_hf.training.run import RunInterrupted, run_training
 
@@ -269,33 +275,33 @@ def dataset(rows):
 
 @given(ROWS, ROWS, st.integers(0, 9))
 def test_rows_digest_depends_only_on_content(rows, others, cut):
-    digest = rows_digest(dataset(rows))
-    assert (digest == rows_digest(dataset(others))) is (rows == others)
+    digest = digest_rows(dataset(rows))
+    assert (digest == digest_rows(dataset(others))) is (rows == others)
     in_parts = datasets.concatenate_datasets([dataset(rows[:cut]), dataset(rows[cut:])])
-    assert rows_digest(in_parts) == digest
+    assert digest_rows(in_parts) == digest
     doubled = [row for row in rows for _ in range(2)]
     chosen = dataset(doubled).select(range(0, len(doubled), 2))  # rows of a table with others between them
-    assert rows_digest(chosen) == digest
+    assert digest_rows(chosen) == digest
 
 
 def test_rows_of_text_have_digests_too():
     texts = datasets.Dataset.from_dict({"text": ["a", "b"], "tags": [["x"], []]})
-    assert rows_digest(texts) == rows_digest(texts.select([0, 1])) != rows_digest(texts.select([1, 0]))
+    assert digest_rows(texts) == digest_rows(texts.select([0, 1])) != digest_rows(texts.select([1, 0]))
 
 
 def test_a_model_has_the_digests_of_its_weights_and_settings():
     model, same = tiny_model("llama"), tiny_model("llama")
     saved, new = SimpleNamespace(model_name_or_path="model"), SimpleNamespace(model_name_or_path=None)
     same.load_state_dict(model.state_dict())
-    digests = model_hashes(model, saved)["model_name_or_path"]
-    assert model_hashes(same, saved) == {"model_name_or_path": digests} and {*digests} == {"weights", "settings"}
+    digests = digest_model(model, saved)["model_name_or_path"]
+    assert digest_model(same, saved) == {"model_name_or_path": digests} and {*digests} == {"weights", "settings"}
     same.config.rope_parameters = {**same.config.rope_parameters, "rope_theta": 5.0}
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
-    of_weights, of_settings = (model_hashes(each, saved)["model_name_or_path"] for each in (model, same))
+    of_weights, of_settings = (digest_model(each, saved)["model_name_or_path"] for each in (model, same))
     assert of_weights["weights"] != digests["weights"] and of_weights["settings"] == digests["settings"]
     assert of_settings["weights"] == digests["weights"] and of_settings["settings"] != digests["settings"]
-    assert model_hashes(same, new) == {"config_name": {"settings": of_settings["settings"]}}
+    assert digest_model(same, new) == {"config_name": {"settings": of_settings["settings"]}}
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from training.tiny_run import PreparedRun, document, refused
 from transformers.integrations import deepspeed
 
 from midus_hf.cli.train import main
-from midus_hf.training.inputs import load_unsharded
 from midus_hf.training.keys import Rates
 from midus_hf.training.optim import parameter_groups
+from midus_hf.training.prepare import load_unsharded
 from midus_hf.training.run import run_training
 from midus_hf.training.trainer import (
     MemoryTrainerMixin,
