@@ -1,0 +1,96 @@
+"""Small models from the beginning: what is compared is of equal cost, and a run that is repeated goes on."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from experiments import from_scratch
+from experiments.from_scratch import CLAIMS, CONFIGS, Result, models_of, read_results, table_rows
+from midus_hf.cli.midus import main as midus_main
+from midus_hf.cli.train import main as train_main
+
+WORDS = "abbey able abode about above abrupt".split()
+
+
+def parameters_of(model: str) -> int:
+    config = AutoConfig.from_pretrained(CONFIGS / f"{model}.json")
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in made.parameters())
+
+
+def flops_of(model: str, capsys) -> float:
+    capsys.readouterr()
+    midus_main(["flops", str(CONFIGS / f"{model}.json"), "--sequence-length", "256", "--json"])
+    return json.loads(capsys.readouterr().out)["forward"]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.model} for {claim.beside}")
+def test_compared_models_are_equal_in_what_the_table_says(claim, capsys):
+    if "FLOPs" in claim.equal:
+        assert flops_of(claim.model, capsys) == pytest.approx(flops_of(claim.beside, capsys), rel=0.02)
+    if "parameters" in claim.equal and "twice" not in claim.equal:
+        assert parameters_of(claim.model) == pytest.approx(parameters_of(claim.beside), rel=0.01)
+    if "twice" in claim.equal:
+        assert parameters_of(claim.model) == pytest.approx(2 * parameters_of(claim.beside), rel=0.01)
+
+
+@pytest.fixture
+def dictionary(tmp_path, monkeypatch):
+    """A dictionary of a few words, and runs in this process."""
+    for part in ("train", "validation", "held_out"):
+        rows = [
+            {"name": word, "text": f"{word}: {' '.join(WORDS)} {number}"} for number, word in enumerate(WORDS * 20)
+        ]
+        (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(from_scratch, "gcide", lambda: tmp_path)
+    here = SimpleNamespace(run=lambda command, check: train_main(command[4:]))
+    monkeypatch.setattr(from_scratch, "subprocess", here)
+    return tmp_path
+
+
+def test_a_result_has_the_losses_on_the_way(dictionary, tmp_path, monkeypatch, capsys):
+    words = [
+        "--work",
+        str(tmp_path / "work"),
+        "--results",
+        str(tmp_path / "results"),
+        "--only",
+        "dense",
+        "--seeds",
+        "3",
+    ]
+    words += ["--max_steps", "4", "--sequence_length", "32", "--per_device_train_batch_size", "2"]
+    monkeypatch.setattr(sys, "argv", ["from_scratch", *words])
+    from_scratch.main()
+    (result,) = read_results(tmp_path / "results")["dense"]
+    assert result.seed == 3
+    assert result.tokens == [64, 128, 192, 256]
+    assert len(result.validation) == len(result.held_out) == 4
+    assert result.learning_rate == 2e-3
+    capsys.readouterr()
+    from_scratch.main()
+    assert "$" not in capsys.readouterr().out, "a run whose result is there is not repeated"
+
+
+def result(model: str, seed: int, loss: float) -> Result:
+    return Result(model, seed, 1, 1e-3, [1], [loss], [loss], 1.0, "")
+
+
+def test_a_row_needs_both_models_with_a_seed():
+    results = {"moda": [result("moda", 0, 4.0), result("moda", 1, 4.2)], "dense-564": [result("dense-564", 0, 4.1)]}
+    heading, row = table_rows(results)
+    assert heading[0] == "model"
+    assert row[:2] == ["moda", "dense-564"]
+    assert row[-3:] == ["4.000", "4.100", "-0.100"]
+
+
+def test_models_that_others_are_compared_with_are_trained_first():
+    names = models_of(CLAIMS)
+    assert names[0] == "dense"
+    assert names.index("olmoe") < names.index("ultramem-v2")
+    assert {path.stem for path in CONFIGS.glob("*.json")} == set(names)
