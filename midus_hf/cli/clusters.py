@@ -22,7 +22,7 @@ from midus_hf.cli.command_line import (
     run_command,
     show_tables,
 )
-from midus_hf.config.errors import RequestError
+from midus_hf.config.errors import RequestError, first_few
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +61,10 @@ def build(
     topic_column: Annotated[
         list[str] | None, cli_option("Column with names of topics; repeat for levels below.", "NAME")
     ] = None,
+    topic_quantile: Annotated[
+        float | None,
+        cli_option("Share of a topic's held-out texts that its limit lets in.  [default: no limit]", "SHARE"),
+    ] = None,
     batch_size: BatchSize = 64,
     device: Device = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace a tree; its embeddings are kept.")] = False,
@@ -75,8 +79,8 @@ def build(
     from midus_hf.topics.building import TreeOptions
     from midus_hf.topics.run import build as build_tree_of
 
-    options = TreeOptions(branching, levels, steps, samples, seed)
-    if topic_column and options != TreeOptions(seed=seed):
+    options = TreeOptions(branching, levels, steps, samples, seed, topic_quantile)
+    if topic_column and options != TreeOptions(seed=seed, topic_quantile=topic_quantile):
         raise RequestError(
             f"--topic-column is {topic_column[0]!r}, whose names are the nodes; --branching, --levels, --steps and --samples are for "
             "clustering. Leave these out."
@@ -104,6 +108,9 @@ def build(
         f"{output}: {windows:,} windows in {used:,} of {leaves:,} leaves, {tree.levels} levels of {tree.branching}, fingerprint "
         f"{tree.fingerprint[:16]}"
     )
+    if tree.topic_limits is not None:
+        limits = [f"{topic}: {limit:.4f}" for topic, limit in enumerate(tree.topic_limits) if limit is not None]
+        print(f"least similarity of a topic's texts: {first_few(limits, 16) or 'no topic has a limit'}")
     if not topic_column and windows < 2 * leaves:  # a node is split into a cluster for every two windows at most
         print(
             f"{windows:,} windows cannot fill {leaves:,} leaves; lower --branching or --levels, or add text",
@@ -195,9 +202,12 @@ def assign(
                 f"columns with dates are written as dates are read, in UTC if they had a zone: {', '.join(dates)}"
             )
         with atomic_write(output) as partial, partial.open("w", encoding="utf-8") as file:
+            without_topic = 0
             for row in show_progress(rows, desc="assigning", total=len(documents), unit=" documents"):
+                without_topic += row["memory_ids"][0] < 0
                 file.write(json.dumps(row, default=_as_text) + "\n")
-    print(f"{output}: paths of {len(documents):,} documents")
+    no_topic = f", {without_topic:,} of which have no topic (-1)" if without_topic else ""
+    print(f"{output}: paths of {len(documents):,} documents{no_topic}")
 
 
 @app.command()

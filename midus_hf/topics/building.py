@@ -2,14 +2,15 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from midus_hf.config.errors import RequestError
+from midus_hf.config.errors import RequestError, first_few, print_note
+from midus_hf.data.held_out import belongs_to_share
 from midus_hf.topics.tree import ClusterTree, TreeOrigin, squared_distances
 
 BALANCE = 1.5  # largest size of a cluster in a step, as a multiple of the mean cluster size
@@ -25,6 +26,9 @@ _LENGTHS = (6, 15, 60, 240)
 _REJECTED = 5
 # Largest number of rows on which a tree's least similarity is measured: the share below it is exact to 0.04 percentage points.
 _MOST_MEASURED = 2**16
+# Share of documents that are held out to set the limits of topics, and the fewest of a topic that set one.
+_HELD_OUT_SHARE = 0.2
+_MIN_HELD_OUT_DOCUMENTS = 20
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,9 @@ class TreeOptions:
         steps: Steps of EM for each node.
         samples: Number of rows drawn for each step.
         seed: Seed of all random choices.
+        topic_quantile: Share of a topic's held-out windows that its limit lets in, above 0 and at most 1; texts further from their
+            topic have none. `midus_hf.topics.run.build` then leaves one document in five, chosen by its text, out of centroids; a
+            topic with fewer than 20 of them gets no limit. Default: no topic has a limit.
 
     Raises:
         RequestError: If a number is out of range.
@@ -47,6 +54,7 @@ class TreeOptions:
     steps: int = 20
     samples: int = 6400
     seed: int = 0
+    topic_quantile: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in {"branching": 2, "levels": 1, "steps": 1, "seed": 0}.items():
@@ -60,6 +68,11 @@ class TreeOptions:
             raise RequestError(
                 f"branching {self.branching} and levels {self.levels} make {self.branching**self.levels:,} leaves; expected at "
                 f"most {_MOST_LEAVES:,}. Lower one of them."
+            )
+        if self.topic_quantile is not None and not 0 < self.topic_quantile <= 1:
+            raise RequestError(
+                f"topic_quantile is {self.topic_quantile}; expected a share above 0 and at most 1, such as 0.95. Leave it out for no "
+                "limit."
             )
 
 
@@ -208,6 +221,64 @@ def held_out_rows(count: int, seed: int) -> np.ndarray | None:
     return held_out
 
 
+def held_out_documents(texts: Iterable[str], documents: np.ndarray, options: TreeOptions) -> np.ndarray:
+    """Return which windows of `documents` `[N]` set limits of topics, `[N]`, bool: none without a quantile.
+
+    A document is held out with all its windows, by the digest of its text.
+    """
+    if options.topic_quantile is None:
+        return np.zeros(len(documents), bool)
+    is_held_out = np.array([belongs_to_share(text, _HELD_OUT_SHARE) for text in texts], bool)
+    return is_held_out[documents]
+
+
+def set_topic_limits(
+    built: BuiltTree,
+    embeddings: np.ndarray,
+    documents: np.ndarray,
+    held_out: np.ndarray,
+    options: TreeOptions,
+    first: int = 0,
+) -> None:
+    """Set the limits of a tree's topics, if the options have a quantile, and say which have too few texts.
+
+    Args:
+        built: The tree, whose `topic_limits` change, with the leaves of N windows.
+        embeddings: The windows' rows, `[N, c]`.
+        documents: The windows' documents, `[N]`.
+        held_out: Whether `held_out_documents` has each window, `[N]`, bool.
+        options: Options of the tree.
+        first: First topic that gets a limit; those before keep theirs. Default: 0.
+    """
+    if options.topic_quantile is None:
+        return
+    tree = built.tree
+    limits = tree.topic_limits or [None] * tree.roots
+    too_few = []
+    topics = built.leaves // tree.branching ** (tree.levels - 1)
+    for topic, members, _ in _members_of(topics):
+        if topic < first:
+            continue
+        measured = members[held_out[members]]
+        if len(np.unique(documents[measured])) < _MIN_HELD_OUT_DOCUMENTS:
+            too_few.append(str(topic))
+            continue
+        distances = [-_similarities(tree, embeddings, rows, topic) for rows in _stretches_of(measured)]
+        furthest = np.quantile(np.concatenate(distances), options.topic_quantile, method="higher")
+        limits[topic] = _rounded_down(-furthest)
+    tree.topic_limits = limits
+    if too_few:
+        print_note(
+            f"topics with fewer than {_MIN_HELD_OUT_DOCUMENTS} held-out documents, which get no limit: {first_few(too_few)}"
+        )
+
+
+def _similarities(tree: ClusterTree, embeddings: np.ndarray, rows: np.ndarray, topic: int) -> np.ndarray:
+    """Return the cosine of some of the rows `[N, c]` with a topic of the first level: `[n]`."""
+    topics = torch.full((len(rows),), topic)
+    return tree.topic_similarity(unit_rows(embeddings, rows), topics).numpy()
+
+
 def calibrate(
     tree: ClusterTree,
     texts: Sequence[str],
@@ -241,9 +312,8 @@ def grow_tree(
     """Return a tree with new nodes, after the old ones, for rows that are near no topic."""
     assert (options.branching, options.levels) == (tree.branching, tree.levels)
     everything = np.arange(len(embeddings))
-    near = np.concatenate(
-        [(tree.similarity(unit_rows(embeddings, rows)) >= _least(tree)).numpy() for rows in _stretches_of(everything)]
-    )
+    stretches = (unit_rows(embeddings, rows) for rows in _stretches_of(everything))
+    near = np.concatenate([tree.has_topic(rows, tree.paths(rows)).numpy() for rows in stretches])
     old, new = np.flatnonzero(near), np.flatnonzero(~near)
     if not len(new):
         raise RequestError(
@@ -266,7 +336,8 @@ def grow_tree(
             added[: len(before)] += before
     least = min(_least(tree), _least(part.tree))
     lineage = [*tree.grown_from, tree.fingerprint]
-    return BuiltTree(ClusterTree(tree.branching, centroids, tree.origin, sizes, least, lineage), leaves)
+    limits = None if tree.topic_limits is None else [*tree.topic_limits, *[None] * part.tree.roots]
+    return BuiltTree(ClusterTree(tree.branching, centroids, tree.origin, sizes, least, lineage, limits), leaves)
 
 
 def _least(tree: ClusterTree) -> float:

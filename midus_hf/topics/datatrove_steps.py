@@ -63,5 +63,8 @@ class AssignPaths(PipelineStep):
                 for number, windows in document_paths(retriever, tokenizer, texts, tokens):
                     others[number].metadata |= path_columns(windows, retriever.tree)
             for document in batch:
-                self.stat_update("with a path" if "memory_ids" in document.metadata else "blank")
+                path = document.metadata.get("memory_ids")
+                self.stat_update("blank" if path is None else "with a path")
+                if path is not None and path[0] < 0:
+                    self.stat_update("without a topic")
                 yield document

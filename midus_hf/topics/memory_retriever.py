@@ -141,8 +141,8 @@ def _read_json(name: str, path: str) -> Any:
 class MemoryRetriever:
     """Retriever that finds the path of a text in a tree of topics.
 
-    A text whose `ClusterTree.similarity` is below the tree's `min_similarity` gets the path of the generic memory, -1 at each level,
-    whose blocks were trained by texts of all topics.
+    A text without a topic (`ClusterTree.has_topic`) gets the path of the generic memory, -1 at each level, whose blocks were trained
+    by texts of all topics.
 
     Args:
         embedder: Embedder with the model that the tree was built with.
@@ -196,8 +196,6 @@ class MemoryRetriever:
 
 
 def paths_near_topics(tree: ClusterTree, embeddings: torch.Tensor) -> torch.Tensor:
-    """Return the paths of embeddings, `[N, p]`, with -1 if similarity is below the tree's least."""
+    """Return the paths of embeddings, `[N, p]`, with -1 where there is no topic."""
     paths = tree.paths(embeddings)
-    if tree.min_similarity is None or tree.min_similarity == -1:
-        return paths
-    return paths.masked_fill((tree.similarity(embeddings) < tree.min_similarity)[:, None], _GENERIC)
+    return paths.masked_fill(~tree.has_topic(embeddings, paths)[:, None], _GENERIC)

@@ -14,7 +14,9 @@ from midus_hf.topics.building import (
     build_tree,
     calibrate,
     grow_tree,
+    held_out_documents,
     held_out_rows,
+    set_topic_limits,
     topic_tree,
 )
 from midus_hf.topics.document_paths import NAMES_FILE, TopicNames
@@ -66,8 +68,8 @@ def build(
         max_tokens: Tokens of a window that the model reads. Default: the model's limit.
         device: Device of the embedding model.
         batch_size: Texts per forward pass.
-        topic_columns: Columns with the names of topics, from the first level down, which are the nodes; then only the seed of
-            `options` is used. Default: none, topics are clusters.
+        topic_columns: Columns with the names of topics, from the first level down, which are the nodes; then only `seed` and
+            `topic_quantile` of `options` are used. Default: none, topics are clusters.
         overwrite: Whether a tree in `output` may be replaced. Embeddings of the same request are kept.
 
     Raises:
@@ -82,7 +84,13 @@ def build(
     documents = read_corpus(corpus, text_column=column)
     topics = TopicNames.from_rows(documents, topic_columns) if topic_columns else None
     if topics is not None:  # which checks their number
-        options = TreeOptions(topics.branching, len(topic_columns), samples=2 * topics.branching, seed=options.seed)
+        options = TreeOptions(
+            topics.branching,
+            len(topic_columns),
+            samples=2 * topics.branching,
+            seed=options.seed,
+            topic_quantile=options.topic_quantile,
+        )
     embedder = TextEmbedder(embedding_model, device, batch_size, max_tokens)
     stored = store_windows(output / WINDOWS, documents, corpus, column, cutter, embedder, window_tokens)
     origin = TreeOrigin(
@@ -92,10 +100,13 @@ def build(
         tokenizer=lasting_name(tokenizer),
         window_tokens=window_tokens,
         seed=options.seed,
+        topic_quantile=options.topic_quantile,
     )
     rows = len(stored.documents)
     with only_run(output / WINDOWS):
-        held_out = held_out_rows(rows, options.seed)
+        measured = held_out_rows(rows, options.seed)
+        by_document = held_out_documents(documents[column], stored.documents, options)
+        held_out = by_document if measured is None else measured | by_document
         if topics is not None:
             paths = topics.paths(documents)[stored.documents]
             built = topic_tree(stored.embeddings, paths, options.branching, origin, held_out)
@@ -103,7 +114,8 @@ def build(
             with show_progress(desc="clustering", unit=" rows", total=rows * options.levels) as bar:
                 built = build_tree(stored.embeddings, options, origin, bar.update, held_out)
         windows = cut_windows(documents[column], cutter, window_tokens)
-        return _finished(output, built, windows, embedder, held_out, options.seed, topics)
+        set_topic_limits(built, stored.embeddings, stored.documents, by_document, options)
+        return _finished(output, built, windows, embedder, measured, options.seed, topics)
 
 
 def grow(
@@ -112,7 +124,8 @@ def grow(
     """Embed a corpus, and write a tree with new nodes for its windows that are near no topic.
 
     Old nodes keep their numbers, so banks trained with the old tree work with the grown one. Windows are cut and embedded as for the
-    old tree. `windows/` of the grown tree has the new corpus's windows, and no names of topics.
+    old tree. Old topics keep their limits; new ones get limits by the old tree's quantile. `windows/` of the grown tree has the new
+    corpus's windows, and no names of topics.
 
     Args:
         tree: Folder of the tree, which is not changed.
@@ -137,12 +150,18 @@ def grow(
             f"the grown tree has no names of topics: assign finds paths in it only by texts, by names in {tree}"
         )
     samples = max(TreeOptions.samples, 2 * old.branching)  # a tree of named topics may have any number of them
-    options = TreeOptions(old.branching, old.levels, samples=samples, seed=old.origin.seed or 0)
+    quantile = old.origin.topic_quantile
+    options = TreeOptions(
+        old.branching, old.levels, samples=samples, seed=old.origin.seed or 0, topic_quantile=quantile
+    )
     with only_run(output / WINDOWS):
-        held_out = held_out_rows(len(stored.documents), options.seed)
+        measured = held_out_rows(len(stored.documents), options.seed)
+        by_document = held_out_documents(documents[column], stored.documents, options)
+        held_out = by_document if measured is None else measured | by_document
         built = grow_tree(old, stored.embeddings, options, held_out)
         windows = cut_windows(documents[column], tokenizer, tokens)
-        return _finished(output, built, windows, embedder, held_out, options.seed)
+        set_topic_limits(built, stored.embeddings, stored.documents, by_document, options, first=old.roots)
+        return _finished(output, built, windows, embedder, measured, options.seed)
 
 
 def _finished(
@@ -150,13 +169,13 @@ def _finished(
     built: BuiltTree,
     windows: Iterator[Window],
     embedder: TextEmbedder,
-    held_out: np.ndarray | None,
+    measured: np.ndarray | None,
     seed: int,
     topics: TopicNames | None = None,
 ) -> ClusterTree:
     """Set a tree's least similarity by held-out windows, and write all of it."""
-    if held_out is not None:
-        apart = [window.text for window, is_held_out in zip(windows, held_out, strict=True) if is_held_out]
+    if measured is not None:
+        apart = [window.text for window, is_measured in zip(windows, measured, strict=True) if is_measured]
         calibrate(built.tree, apart, embedder.embed, seed)
     # Otherwise a kill later could leave an old tree with new leaves.
     (output / RECORD_FILE).unlink(missing_ok=True)

@@ -35,6 +35,7 @@ class TreeOrigin:
         tokenizer: Folder or hub id of the tokenizer that cut windows.
         window_tokens: Tokens per window, counted by that tokenizer.
         seed: Seed of all random choices.
+        topic_quantile: Share of a topic's held-out windows that its limit lets in.
     """
 
     embedding_model: str | None = None
@@ -43,6 +44,7 @@ class TreeOrigin:
     tokenizer: str | None = None
     window_tokens: int | None = None
     seed: int | None = None
+    topic_quantile: float | None = None
 
 
 class ClusterTree:
@@ -60,9 +62,12 @@ class ClusterTree:
         sizes: Number of windows per node, one tensor per level, `[roots * branching ** l]`, int64, if they were counted.
         min_similarity: Least `similarity` of texts that belong to a topic of the tree, if it was measured.
         grown_from: Fingerprints of the trees that it came from, by growth or by deletion of nodes, the first one first.
+        topic_limits: Least cosine of each first-level topic's texts with its centroid, `[roots]`, None for a topic without a limit.
+            Default: no topic has one.
 
     Raises:
-        RequestError: If shapes do not fit, a value is infinite, `min_similarity` is not a cosine, or no path leads to a leaf.
+        RequestError: If shapes do not fit, a value is infinite, `min_similarity` or a limit is not a cosine, or no path leads to a
+            leaf.
     """
 
     def __init__(
@@ -73,8 +78,9 @@ class ClusterTree:
         sizes: list[torch.Tensor] | None = None,
         min_similarity: float | None = None,
         grown_from: Sequence[str] = (),
+        topic_limits: Sequence[float | None] | None = None,
     ):
-        if min_similarity is not None and (type(min_similarity) not in (int, float) or not -1 <= min_similarity <= 1):
+        if not _is_limit(min_similarity):
             raise RequestError(
                 f"min_similarity is {min_similarity!r}; expected a cosine from -1, which every text reaches, to 1, or null for no "
                 "limit."
@@ -85,6 +91,7 @@ class ClusterTree:
         self.origin = origin or TreeOrigin()
         self.width = centroids[0].shape[-1]
         self.roots = max(branching, len(centroids[0]))
+        self.topic_limits = None if topic_limits is None else _check_limits(topic_limits, self.roots)
         for level, tensor in enumerate(centroids):
             expected = (self.roots * branching**level, self.width)
             if tuple(tensor.shape) != expected:
@@ -149,6 +156,25 @@ class ClusterTree:
         rows = torch.nn.functional.normalize(embeddings.detach().cpu().double(), dim=-1)
         return (rows @ torch.nn.functional.normalize(topics.double(), dim=-1).T).max(-1).values.float()
 
+    def has_topic(self, embeddings: torch.Tensor, paths: torch.Tensor) -> torch.Tensor:
+        """Return whether embeddings `[N, c]` belong to a topic, `[N]`, bool; `paths` are those of `paths`.
+
+        An embedding with a topic reaches `min_similarity`, and the limit of its first-level topic in `topic_limits`.
+        """
+        is_near = torch.ones(len(paths), dtype=torch.bool)
+        if self.min_similarity is not None and self.min_similarity > -1:
+            is_near &= self.similarity(embeddings) >= self.min_similarity
+        if self.topic_limits is not None:
+            limits = torch.tensor([-torch.inf if limit is None else limit for limit in self.topic_limits])
+            topics = paths[:, 0]
+            is_near &= self.topic_similarity(embeddings, topics) >= limits[topics]
+        return is_near
+
+    def topic_similarity(self, embeddings: torch.Tensor, topics: torch.Tensor) -> torch.Tensor:
+        """Return the cosine of embeddings `[N, c]` with their first-level topics `[N]`: `[N]`, float32."""
+        rows = embeddings.detach().cpu().double()
+        return torch.nn.functional.cosine_similarity(rows, self.centroids[0][topics].double(), dim=-1).float()
+
     def without(self, nodes: Iterable[tuple[int, int]]) -> "ClusterTree | None":
         """Return the tree without some nodes (level from 1, number) and all below, or None if no leaf is left.
 
@@ -165,7 +191,11 @@ class ClusterTree:
         if not _takeable(centroids, self.branching)[0].any():
             return None
         lineage = [*self.grown_from, self.fingerprint]
-        return ClusterTree(self.branching, centroids, self.origin, sizes, self.min_similarity, lineage)
+        limits = self.topic_limits
+        if limits is not None:
+            is_gone = centroids[0].isnan().any(-1).tolist()
+            limits = [None if gone else limit for gone, limit in zip(is_gone, limits, strict=True)]
+        return ClusterTree(self.branching, centroids, self.origin, sizes, self.min_similarity, lineage, limits)
 
     def save(self, folder: str | Path) -> None:
         """Write `tree.safetensors` and `tree.json` into a new folder, each whole or not at all."""
@@ -181,6 +211,7 @@ class ClusterTree:
             **dataclasses.asdict(self.origin),
             "grown_from": list(self.grown_from),
             "min_similarity": self.min_similarity,
+            "topic_limits": self.topic_limits,
             "sizes": None if self.sizes is None else [level.tolist() for level in self.sizes],
         }
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in for_record(record).items())
@@ -210,6 +241,7 @@ class ClusterTree:
             if record["format_version"] != FORMAT_VERSION:
                 raise RequestError(f"its format_version is {record['format_version']}; expected {FORMAT_VERSION}")
             tensors = load_file(folder / CENTROIDS_FILE)
+            record.setdefault("topic_quantile", None)  # which earlier versions did not write
             origin = {field.name: record[field.name] for field in dataclasses.fields(TreeOrigin)}
             homes = {key: os.path.expanduser(value) for key, value in origin.items() if str(value).startswith("~/")}
             tree = cls(
@@ -219,6 +251,7 @@ class ClusterTree:
                 None if record["sizes"] is None else [torch.tensor(level) for level in record["sizes"]],
                 record.get("min_similarity"),
                 record["grown_from"],
+                record.get("topic_limits"),
             )
             if tree.fingerprint != record["fingerprint"]:
                 raise RequestError(f"the fingerprint of its centroids is not the one in {RECORD_FILE}")
@@ -241,6 +274,21 @@ class ClusterTree:
             nodes = self.branching * nodes + distances.argmin(-1)
             path.append(nodes)
         return torch.stack(path, dim=-1)
+
+
+def _is_limit(value: float | None) -> bool:
+    """Return whether a value is a cosine, or None for no limit."""
+    return value is None or (type(value) in (int, float) and -1 <= value <= 1)
+
+
+def _check_limits(limits: Sequence[float | None], roots: int) -> list[float | None]:
+    """Return the limits of a tree's topics, each of which is a cosine or None."""
+    if len(limits) != roots or not all(map(_is_limit, limits)):
+        raise RequestError(
+            f"topic_limits are {str(limits)[:80]}; expected {roots}, each a cosine from -1 to 1, or null for no limit. Build the "
+            "tree again."
+        )
+    return [*limits]
 
 
 def _takeable(centroids: Sequence[torch.Tensor], branching: int) -> list[torch.Tensor]:

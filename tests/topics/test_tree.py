@@ -138,11 +138,14 @@ def test_saved_tree_loads_as_it_was(folder):
         **{"format_version": 2, "branching": 3, "levels": 2, "width": 5, "fingerprint": tree.fingerprint},
         **{"embedding_model": "model", "embedding_fingerprint": "ab12", "embedding_max_tokens": 256},
         **{"tokenizer": "tokenizer", "window_tokens": 2048, "seed": 7, "min_similarity": None},
+        **{"topic_quantile": None, "topic_limits": None},
         **{"roots": 3, "grown_from": [], "sizes": [[3, 12, 21], list(range(9))]},
     }
-    del record["min_similarity"]  # as versions before wrote it
+    for key in ("min_similarity", "topic_quantile", "topic_limits"):
+        del record[key]  # as versions before wrote it
     (folder / "tree.json").write_text(json.dumps(record))
-    assert ClusterTree.load(folder).min_similarity is None
+    earlier = ClusterTree.load(folder)
+    assert (earlier.min_similarity, earlier.topic_limits, earlier.origin) == (None, None, tree.origin)
 
 
 def test_saved_tree_keeps_empty_nodes_and_hides_the_home(tmp_path, monkeypatch):
