@@ -68,7 +68,6 @@ class Result:
     tokens: list[int]  #: trained tokens at each measurement
     validation: list[float]
     held_out: list[float]
-    seconds: float
     code: str
 
 
@@ -114,7 +113,6 @@ def train(model: str, seed: int, work: Path, keys: Sequence[str]) -> Result:
         tokens=[round(event["step"] * tokens_per_step) for event in measured],
         validation=[by_step[event["step"]]["eval_validation_loss"] for event in measured],
         held_out=[event["eval_held_out_loss"] for event in measured],
-        seconds=next(event["train_runtime"] for event in log if "train_runtime" in event),
         code=code_version(),
     )
 

@@ -78,7 +78,7 @@ def test_a_result_has_the_losses_on_the_way(dictionary, tmp_path, monkeypatch, c
 
 
 def result(model: str, seed: int, loss: float) -> Result:
-    return Result(model, seed, 1, 1e-3, [1], [loss], [loss], 1.0, "")
+    return Result(model, seed, 1, 1e-3, [1], [loss], [loss], "")
 
 
 def test_a_row_needs_both_models_with_a_seed():
