@@ -83,7 +83,9 @@ def rows(base: str, sizes: list[int], text: Path) -> Iterator[Row]:
     upscale, midus = (str(Path(sys.executable).with_name(name)) for name in ("upscale", "midus"))
     for size in sizes:
         with tempfile.TemporaryDirectory() as work:
-            corpus, added, output = Path(work, "corpus.jsonl"), Path(work, "added.jsonl"), Path(work, "packs")
+            corpus = Path(work, "corpus.jsonl")
+            added = Path(work, "added.jsonl")
+            output = Path(work, "packs")
             write_entries(corpus, [f"Kestrel gateway {number:05}" for number in range(size)])
             write_entries(added, ["Merlin gateway"])
             request = [upscale, "--base", base, "--method", "packs", "--set", f"corpus={corpus}"]

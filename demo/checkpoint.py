@@ -49,7 +49,9 @@ def main() -> None:
             texts = {"held_out_addresses": str(address_excerpts()), "articles": str(article_excerpts())}
     except MaterialError as error:
         sys.exit(f"demo: {error}")
-    upscaled, model, stripped = output / "upscaled", output / "model", output / "stripped"
+    upscaled = output / "upscaled"
+    model = output / "model"
+    stripped = output / "stripped"
 
     upscale = [BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", arguments.base]
     upscale += ["--output", upscaled]

@@ -184,7 +184,10 @@ class TrainingProgress(Progress):
     def __init__(self, steps: int, measures_first: bool = False, about: float = 0.0):
         super().__init__(about)
         self._measures_first = measures_first
-        self._steps, self._first, self._done, self._loss = steps, 0, 0, ""
+        self._steps = steps
+        self._first = 0
+        self._done = 0
+        self._loss = ""
         # Of steps, after the beginning of the first of them.
         self._ends = deque([self.started], maxlen=_LAST_STEPS + 1)
         self._doing = "reading texts and model"

@@ -57,7 +57,8 @@ def advance(run: Run, comparison: Comparison, models: Path, steps: list[int], in
     earlier = read_result(run.folder(comparison))
     if run.variant.upscale is not None and not upscaled.exists():
         upscale(base=comparison.base, output=upscaled, seed=run.seed, **run.variant.upscale)
-    model, starts_at_base = comparison.base, None
+    model = comparison.base
+    starts_at_base = None
     if run.variant.upscale is not None:
         model = str(upscaled)
         starts_at_base = json.loads((upscaled / "upscale.json").read_text())["identity"]["max_abs_diff"] == 0.0

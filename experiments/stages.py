@@ -118,7 +118,8 @@ class Router:
             else each
             for each in corpora
         ]
-        self.embedder, self.validation = embedder, validation
+        self.embedder = embedder
+        self.validation = validation
         self.centroids = torch.stack(
             [torch.nn.functional.normalize(embedder.embed(each).mean(0), dim=-1) for each in spread]
         )

@@ -96,7 +96,8 @@ def parse_rows(lines: Iterable[str], parse: Callable[[dict], dict | None]) -> tu
     Returns:
         The rows that are well formed, and the number of those that are not.
     """
-    rows, dropped = [], 0
+    rows = []
+    dropped = 0
     for line in lines:
         try:
             row = parse(json.loads(line))

@@ -102,7 +102,8 @@ def grouped(rows: list[Row], cell: Callable[[Row], str], *, by: str) -> list[str
 
 def composite_row_of(model_type: str) -> Row:
     """Return the row of a type that contains a language model, after trying some methods."""
-    methods, refusal = [], ""
+    methods = []
+    refusal = ""
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base"
         try:

@@ -38,7 +38,8 @@ def main(request_file: str, result_file: str) -> None:
         engine.generate(prompts[:2], SamplingParams(temperature=0, max_tokens=2, detokenize=False), use_tqdm=False)
     for _ in range(request["runs"]):
         for engine, result in zip(engines, results, strict=True):
-            began, cpu_began = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
+            cpu_began = time.process_time()
             answers = engine.generate(prompts, sampling, use_tqdm=False)
             result["seconds"].append(time.perf_counter() - began)
             result["cpu_seconds"].append(time.process_time() - cpu_began)

@@ -45,7 +45,9 @@ def main() -> None:
 
 
 def _rows(arguments: Any) -> Iterator[Row]:
-    python, work, runs = arguments.python.absolute(), arguments.work.absolute(), arguments.runs
+    python = arguments.python.absolute()
+    work = arguments.work.absolute()
+    runs = arguments.runs
     work.mkdir(parents=True, exist_ok=True)
     base = BASES["llama"](work)
     # The base last: what vLLM changes in Transformers for it would change how the others are made.

@@ -42,7 +42,9 @@ class InFront:
     def __init__(
         self, entries: Sequence[dict[str, Any]], words: Callable[[dict[str, Any]], str], follows: bool = False
     ):
-        self.entries, self.words, self.follows = entries, words, follows
+        self.entries = entries
+        self.words = words
+        self.follows = follows
         self.table = table_of(entries)
 
     def __call__(self, prompt: str) -> str:
@@ -220,7 +222,9 @@ def article_ids(tokenizer: Any, entries: Sequence[dict[str, Any]]) -> tuple[list
 
 def changes(model: Asked, base: Asked, texts: Sequence[Sequence[int]]) -> tuple[float, int]:
     """Return the change of the loss in nats per token, and how many texts keep their logits bit for bit."""
-    change, tokens, equal = 0.0, 0, 0
+    change = 0.0
+    tokens = 0
+    equal = 0
     for ids in texts:
         targets = torch.tensor(ids[1:])
         both = [each.logits(ids) for each in (model, base)]

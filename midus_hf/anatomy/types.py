@@ -158,7 +158,8 @@ def _rows() -> Mapping[str, Any]:
     cache = user_cache()
     for path in [] if cache is None else sorted((cache / "types").glob("*.json")):
         try:
-            listed, own = rows.get(path.stem), json.loads(path.read_text(encoding="utf-8"))
+            listed = rows.get(path.stem)
+            own = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             raise RequestError(f"{path} is not JSON; expected what scripts.anatomy wrote. Delete it.") from None
         if not isinstance(listed, dict) or installed_version() not in listed["transformers"]:

@@ -128,7 +128,8 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
             status, line = end.status, end.line
             is_printed |= end.from_any_process
         except KeyboardInterrupt:
-            status, line = INTERRUPTED, "interrupted"
+            status = INTERRUPTED
+            line = "interrupted"
         except Exception as error:
             if hasattr(error, "format_message"):  # about arguments, from typer or click, depending on the version
                 error_context = getattr(error, "ctx", None)

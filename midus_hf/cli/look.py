@@ -246,7 +246,8 @@ def _read_documents(text: list[str], column: str) -> dict[str, list[str]]:
     for named in text:
         name, equals, path = named.partition("=")
         if not equals or Path(named).exists():
-            name, path = Path(named).absolute().name, named
+            name = Path(named).absolute().name
+            path = named
         if not (name and path):
             raise RequestError(f"text is {named!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
         if name in paths:
@@ -421,7 +422,8 @@ def answer_heads(models: list[Model], tasks: list[str], data: str | None, limit:
     from midus_hf.sources.progress import show_progress
 
     names = [model.name for model in models]
-    rows, tables = {}, []
+    rows = {}
+    tables = []
     with needing_harness():
         from midus_hf.evaluation.harness import Tasks
         from midus_hf.sources.progress import quiet_libraries

@@ -264,7 +264,9 @@ def _plan_variant(name: str, comparison: Comparison, shared: Mapping[str, Any]) 
         with name_in_request_errors(label):
             report = upscale(base=comparison.base, dry_run=True, **keys).parameters
         kinds, controls = _find_memory(comparison.base, keys)
-        new, trained, trainable = report.new, report.trainable, get_method(keys["method"]).trainable
+        new = report.new
+        trained = report.trainable
+        trainable = get_method(keys["method"]).trainable
         # A null control that trains only certain roles would lack more than addressing if the variant trains the base as well.
         trains_more = train.get("trainable", "auto") not in ("auto", "new") or train.get("adapters")
         controls = {name: change for name, change in controls.items() if not (trains_more and change.trainable)}

@@ -134,7 +134,8 @@ def findings(
 
 def cautions(findings: Findings) -> list[str]:
     """Return sentences on what keeps numbers from being compared, and on runs that are not done."""
-    variants, list_rates = findings.variants, findings.comparison.list_rates
+    variants = findings.variants
+    list_rates = findings.comparison.list_rates
     at_end = [one for one in variants if _is_at_end(one.results[0].rate, list_rates(one.name))]
     reasons: dict[str, list[str]] = {
         "Fewer than three seeds": [f"{one.name} {len(one.results)}" for one in variants if len(one.results) < 3],

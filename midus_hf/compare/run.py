@@ -344,7 +344,9 @@ def find_stages(comparison: Comparison, variants: Sequence[Variant]) -> tuple[li
     """Return the base's run, the searches of rates, and the runs after finished searches: seeds, then null controls."""
     assert isinstance(comparison.train, Mapping), "files have been read"
     base = Run(Variant(BASE, None, comparison.train, []))  # texts are read as all variants read them
-    searches, repeats, controls = list[Run](), list[Run](), list[Run]()
+    searches = list[Run]()
+    repeats = list[Run]()
+    controls = list[Run]()
     for variant in variants:
         own = list_searches(variant, comparison)
         searches += own

@@ -113,7 +113,8 @@ class ModelSizes:
     @classmethod
     def from_config(cls, config: Any) -> "ModelSizes":
         """Return a transformers config's sizes, of the layers without sizes of their own (Gemma 4)."""
-        values, sizes = vars(config), dict[str, int]()
+        values = vars(config)
+        sizes = dict[str, int]()
         for name in ("num_attention_heads", "head_dim", "num_key_value_heads", "intermediate_size"):
             try:
                 value = getattr(config, name, None)

@@ -51,7 +51,8 @@ def name_in_request_errors(subject: str) -> Iterator[None]:
 
 def traceback_places(error: BaseException, packages: set[str]) -> list[str]:
     """Return where an error was raised: the last place in `packages`, and the innermost if it is another."""
-    entries, entry = list[TracebackType](), error.__traceback__
+    entries = list[TracebackType]()
+    entry = error.__traceback__
     while entry is not None:
         entries.append(entry)
         entry = entry.tb_next

@@ -159,7 +159,9 @@ def _read_keys(node: yaml.Node, subject: str, seen: set[int]) -> None:
     for child in node.value:
         key_node, value_node = child if isinstance(node, yaml.MappingNode) else (None, child)
         if isinstance(key_node, yaml.ScalarNode) and key_node.tag != _MERGE:
-            key_node.tag, key, line = _STR, key_node.value, key_node.start_mark.line + 1
+            key_node.tag = _STR
+            key = key_node.value
+            line = key_node.start_mark.line + 1
             if key in lines:
                 raise RequestError(
                     f"{subject} has {key!r} twice, in lines {lines[key]} and {line}; expected each key once. Leave one out."

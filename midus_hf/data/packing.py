@@ -71,7 +71,8 @@ def packed_sequences(
 
     beginning = beginning_within(sequence_length, tokenizer)
     tokens, lengths = _tokenised(dataset, tokenizer, text_column, vocab_size)
-    packer, count = Packer(sequence_length, documents_apart, beginning), int(lengths.sum())
+    packer = Packer(sequence_length, documents_apart, beginning)
+    count = int(lengths.sum())
     packed = _mapped(tokens, packer, packer.columns, [packer], desc="packing")
     if not len(packed):
         raise TooFewTokensError(too_few_tokens(key, count, sequence_length))
@@ -112,7 +113,8 @@ def _remainder(lengths: np.ndarray, sequence_length: int, num_before: int) -> tu
     ends = np.cumsum(lengths)
     if not num_before:
         return int(ends[-1]) % sequence_length, 0
-    starts, total = [0, *ends[:-1].tolist()], int(ends[-1])
+    starts = [0, *ends[:-1].tolist()]
+    total = int(ends[-1])
     begin = added = 0
     while begin + sequence_length - added <= total:
         begin += sequence_length - added
@@ -154,7 +156,8 @@ def leaf_sequences(
     levels = levels[order]
     ends = np.append((levels[1:] != levels[:-1]).any(1), True)
     tokens, lengths = _tokenised(dataset, tokenizer, text_column, vocab_size)
-    lengths, tokens = lengths[order], tokens.select(order)
+    lengths = lengths[order]
+    tokens = tokens.select(order)
     leaves = np.split(lengths, np.flatnonzero(ends)[:-1] + 1)
     rests = np.array([sum(_remainder(leaf, sequence_length, len(beginning))) for leaf in leaves])
     tokens = tokens.add_column("memory_ids", list(paths[order])).add_column("ends_leaf", ends)
@@ -193,7 +196,8 @@ def tokenise(texts: list[str], tokenizer: "PreTrainedTokenizerBase", vocab_size:
     """Return the tokens of each text, ending in EOS."""
     from midus_hf.sources.tokenizers import check_ids
 
-    eos, rows = tokenizer.eos_token_id, []
+    eos = tokenizer.eos_token_id
+    rows = []
     for ids in tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]:
         rows.append(ids if ids and ids[-1] == eos else [*ids, eos])
         if vocab_size is not None:
@@ -211,7 +215,9 @@ class Packer:
     def __init__(
         self, sequence_length: int, documents_apart: bool, beginning: Sequence[int] = (), fill: int | None = None
     ):
-        self.sequence_length, self.documents_apart, self.fill = sequence_length, documents_apart, fill
+        self.sequence_length = sequence_length
+        self.documents_apart = documents_apart
+        self.fill = fill
         self.beginning = np.array(beginning, np.int32)
         self.place = 0  # place in its text of the first token that is in no sequence yet
         self.pieces: list[np.ndarray] = []  # tokens that are in no sequence yet
@@ -246,7 +252,8 @@ class Packer:
 
     def _cut(self, packed: dict[str, list[Any]], is_end: bool = False) -> None:
         """Cut all whole sequences; at the end of a leaf, also a padded one if it predicts a token."""
-        length, tokens = self.sequence_length, np.concatenate(self.pieces)
+        length = self.sequence_length
+        tokens = np.concatenate(self.pieces)
         places = np.concatenate([np.arange(len(piece)) for piece in self.pieces])
         places[: len(self.pieces[0])] += self.place
         begin = 0

@@ -147,7 +147,8 @@ class JsonReader(Json):
 
 
 def _row(line: str, number: int) -> dict[str, Any]:
-    row, found = None, f"{line.strip()!r:.60}"
+    row = None
+    found = f"{line.strip()!r:.60}"
     try:
         row = parse_json(line, unique_keys=True)
         if "\\ud" in line.lower():
@@ -184,7 +185,10 @@ class TableReader(Csv):
         encoding = "utf-8-sig" if config.encoding in (None, "utf-8") else config.encoding
         names = ("quotechar", "quoting", "escapechar", "doublequote", "skipinitialspace")
         dialect: dict[str, Any] = {"delimiter": config.sep, **{name: getattr(config, name) for name in names}}
-        literal, begin, columns, taken = {**dialect, "quoting": csv.QUOTE_NONE}, 1, 0, []
+        literal = {**dialect, "quoting": csv.QUOTE_NONE}
+        begin = 1
+        columns = 0
+        taken = []
         opened_in = None
         longest = csv.field_size_limit(_LONGEST_FIELD)
         with open(file, encoding=encoding, errors=config.encoding_errors, newline="") as opened:

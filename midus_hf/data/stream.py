@@ -72,7 +72,8 @@ class StreamedSequences(IterableDataset):
         self._shuffle_buffer = max(1, shuffle_buffer)
         self.tree: str | None = None  # fingerprint of the tree that the paths name
         names, self._files_on_disk = stream_files(texts)
-        self._label, self._remedy = key, ""
+        self._label = key
+        self._remedy = ""
         if world_size > 1:
             from datasets.distributed import split_dataset_by_node
 
@@ -174,7 +175,8 @@ class StreamedSequences(IterableDataset):
 
     def _compare(self, files_on_disk: str | None, texts_read: Any, earlier_pass: Any) -> None:
         """Take over digests of read texts; if files have changed, read and compare the texts again."""
-        self._texts_read, self._earlier_pass = texts_read, earlier_pass
+        self._texts_read = texts_read
+        self._earlier_pass = earlier_pass
         if (expected := earlier_pass or texts_read) is None:
             print_note(
                 f"{self.key}: the checkpoint, of an earlier version, has no digests of the texts that had been read: names and sizes "

@@ -52,7 +52,8 @@ class FetchingLM(HFLM):
         **kwargs: Any,
     ):
         super().__init__(model, backend="causal", **kwargs)
-        self._find_paths, self._questions = find_paths, questions
+        self._find_paths = find_paths
+        self._questions = questions
 
     def loglikelihood(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Return the harness's log-likelihoods, with the blocks of each request's question."""

@@ -36,7 +36,8 @@ def unfinished_path(path: Path, state: str = "partial") -> Path:
 @contextlib.contextmanager
 def _locked(path: Path, refusal: RequestError) -> Iterator[bool]:
     """Lock a path, or raise `refusal` if it is locked; yield whether the file system has locks."""
-    descriptor, has_locks = os.open(path, os.O_RDONLY), True
+    descriptor = os.open(path, os.O_RDONLY)
+    has_locks = True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -68,7 +69,8 @@ def exclusive(folder: Path, refusal: RequestError) -> Iterator[None]:
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield an empty hidden file, moved to `path` after the block and removed after an error."""
-    partial, busy = unfinished_path(path), RequestError(f"{path} is being written by another process. Wait for it.")
+    partial = unfinished_path(path)
+    busy = RequestError(f"{path} is being written by another process. Wait for it.")
     with convert_disk_errors(path):
         partial.touch()
         with _locked(partial, busy):

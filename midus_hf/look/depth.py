@@ -46,7 +46,8 @@ class DepthReading:
     """
 
     def __init__(self, layer: int, slots: tuple[ReadSlot, ...], num_heads: int):
-        self.layer, self.slots = layer, slots
+        self.layer = layer
+        self.slots = slots
         # Gate c of each head in the latest pass, `[H]`; 1 for a memory without gates.
         self.gates = torch.ones(num_heads, dtype=torch.float64)
         # Number of tokens that were read, and the sums over them: of each slot, `[H, m]`, and of the sequence, `[H]`, float64.

@@ -65,7 +65,8 @@ def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadIm
     embeddings: Any = model.get_input_embeddings()
     absolute = torch.zeros(len(projections), heads, dtype=torch.float64)
     tokens = torch.zeros(len(projections), 1, dtype=torch.float64)
-    count, total = 0, 0.0
+    count = 0
+    total = 0.0
     inputs: list[torch.Tensor] = []
     with temporary_hooks() as hold:
         hold(embeddings.register_forward_hook(lambda module, arguments, output: output.detach().requires_grad_()))

@@ -203,7 +203,8 @@ def usage_panels(counts: Mapping[str, Counts]) -> dict[str, Panel]:
         for memory_name, one in memories.items():
             curve = usage_curve(one)
             lines[_labelled(memory_name)] = ([rank / len(curve) for rank in range(1, len(curve) + 1)], curve)
-        x, y = "share of the slots, most used first", "uses, in multiples of the mean"
+        x = "share of the slots, most used first"
+        y = "uses, in multiples of the mean"
         panels[text] = curves(lines, x, y, yscale="symlog", yticks=ticks)
     return panels
 

@@ -49,7 +49,8 @@ class MemoryForCausalLM(HostMixin):
     def __init__(self, config):
         super().__init__(config)
         parent, _, name = self.stack_path.rpartition(".")
-        holder, text_config = self.get_submodule(parent), config.get_text_config()
+        holder = self.get_submodule(parent)
+        text_config = config.get_text_config()
         if any(getattr(layer, "gradient_checkpointing", False) for layer in self.stack.modules()):
             text_config.gradient_checkpointing = True  # taken out of the config by the family's stack
         setattr(holder, name, None)  # the family's stack is freed, and its name keeps the place before the head
@@ -98,7 +99,8 @@ class MemoryForCausalLM(HostMixin):
 
     def share_of_step(self, arguments: Keywords) -> torch.Tensor | float:
         """Return this pass's share of a step's tokens, which weighs the routers' losses."""
-        labels, num_items = arguments["labels"], arguments.get("num_items_in_batch")
+        labels = arguments["labels"]
+        num_items = arguments.get("num_items_in_batch")
         if num_items is None or labels is None:
             return 1.0
         num_items = num_items.to(labels.device) if isinstance(num_items, torch.Tensor) else num_items

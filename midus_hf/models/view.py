@@ -201,7 +201,9 @@ def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
     Raises:
         RequestError: If the model lacks a part, or parameters of heads that read the depth are offloaded.
     """
-    blocks, readers, parts = decoder_of(model).layers, hosted_memories(model, "attend"), list(parts)
+    blocks = decoder_of(model).layers
+    readers = hosted_memories(model, "attend")
+    parts = list(parts)
     for part in parts:
         for layer in part.layers:
             if layer >= len(blocks) or (part.memory and part.memory not in getattr(blocks[layer], "sites", {})):

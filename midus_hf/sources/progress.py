@@ -39,8 +39,10 @@ class _BarLines(io.TextIOBase):
     """Stream for bars without a terminal: a line each minute, and all other text if `keeps_text`."""
 
     def __init__(self, stream: TextIO, keeps_text: bool):
-        self._stream, self._keeps_text = stream, keeps_text
-        self._shown_at, self._is_drawing = time.monotonic(), False
+        self._stream = stream
+        self._keeps_text = keeps_text
+        self._shown_at = time.monotonic()
+        self._is_drawing = False
 
     def write(self, text: str) -> int:
         """Drop a bar (after a carriage return), its line's end and cursor moves, unless a minute has passed."""

@@ -48,7 +48,8 @@ def _without_end(state: dict[str, Any]) -> dict[str, Any]:
         last = max((at for at, part in enumerate(state["single"]) if "Sequence" in part), default=-1)
         return {**state, "single": state["single"][: last + 1]}
     if "sep" in state:  # of BERT and RoBERTa
-        (name, number), template = state["cls"], processors.TemplateProcessing
+        name, number = state["cls"]
+        template = processors.TemplateProcessing
         return json.loads(template(single=f"{name} $A", special_tokens=[(name, number)]).__getstate__())
     return state
 

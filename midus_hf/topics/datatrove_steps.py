@@ -32,7 +32,9 @@ class AssignPaths(PipelineStep):
 
     def __init__(self, tree: str, device: str = "cpu", batch_size: int = 64):
         super().__init__()
-        self.tree, self.device, self.batch_size = tree, device, batch_size
+        self.tree = tree
+        self.device = device
+        self.batch_size = batch_size
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         """Yield the documents of the previous step with their paths, in the same order.

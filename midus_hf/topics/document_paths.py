@@ -148,7 +148,9 @@ class TopicNames:
         paths = []
         alike = dict(_names_by_look(self.names))
         for number, path in enumerate(_paths_of_names(rows, self.columns, label), start=1):
-            below, node, nodes = self.names, 0, []
+            below = self.names
+            node = 0
+            nodes = []
             above: tuple[str, ...] = ()
             for name in path:
                 name = name if name in below else alike.get((*above, visible_text(name)), name)

@@ -159,7 +159,8 @@ class MemoryRetriever:
                 f"{expected[:16]}..., the fingerprint of {tree.origin.embedding_model!r}, with which the tree was built. Use that "
                 "model, or build the tree again."
             )
-        self.tree, self.embedder = tree, embedder
+        self.tree = tree
+        self.embedder = embedder
 
     def paths(self, texts: Sequence[str]) -> torch.Tensor:
         """Return the paths of texts' first `embedder.max_tokens` tokens, `[N, p]`, int64; -1 without a topic."""

@@ -41,7 +41,8 @@ class RunReport(TrainerCallback):
     _seconds = _processor_seconds = 0.0
 
     def __init__(self, reads: str, num_sequences: int | None):
-        self.reads, self.num_sequences = reads, num_sequences
+        self.reads = reads
+        self.num_sequences = num_sequences
         self._training: Any = None
         self._evaluation: Any = None
 
@@ -128,7 +129,8 @@ class GracefulStop(TrainerCallback):
     def __init__(self, largest: Callable[[int], int]):
         self.largest = largest
         self.signal_number = 0  # for which all processes have stopped; 0 if there was none
-        self._noted, self._noted_at = 0, 0.0
+        self._noted = 0
+        self._noted_at = 0.0
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> None:

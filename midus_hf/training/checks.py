@@ -100,7 +100,9 @@ def _check_adapters(arguments: Any) -> None:
 
 
 def _check_model(arguments: Any) -> None:
-    saved, made_from, tokenizer = arguments.model_name_or_path, arguments.config_name, arguments.tokenizer_name
+    saved = arguments.model_name_or_path
+    made_from = arguments.config_name
+    tokenizer = arguments.tokenizer_name
     given = [each is not None for each in (saved, made_from, tokenizer)]
     if given not in ([True, False, False], [False, True, True]) and any(given):  # scripts bring their own model
         raise RequestError(

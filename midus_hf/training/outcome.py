@@ -91,7 +91,9 @@ def describe_outcome(log: Sequence[Mapping[str, Any]], saved_step: int, rates: s
         saved_step: Step of the model that is saved.
         rates: The rates of the run, as the remedy names them.
     """
-    lines, warnings, changes = [], [], []
+    lines = []
+    warnings = []
+    changes = []
     lower = f"train again at lower rates than {rates}"
     for name, before, after in _measured(log, saved_step):
         label = _LABELS.get(name, name)

@@ -192,7 +192,8 @@ def save_model(trainer: Any, prepared: Any) -> list[str]:
     A card among the files of `prepared`, a `Prepared`, gets a section on the training. Weights are kept if other files cannot be
     written; a phrase about each of these is returned.
     """
-    model, arguments = trainer.model, prepared.arguments
+    model = trainer.model
+    arguments = prepared.arguments
     if not trainer.shares_parameters:
         restore_dtypes(model, prepared.saved_dtypes)
     trainer.check_finite()

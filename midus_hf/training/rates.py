@@ -102,7 +102,8 @@ class _LineSearch:
     """The loss of some batches, after steps of one rate along the signs of other batches' gradient."""
 
     def __init__(self, trainer: Any, groups: list[dict[str, Any]], bar: Any):
-        self._trainer, self._bar = trainer, bar
+        self._trainer = trainer
+        self._bar = bar
         batches = list(_batches(trainer, _GRADIENT_BATCHES + _LOSS_BATCHES))
         count = max(1, len(batches) - _LOSS_BATCHES)
         self._batches = batches[count:] or batches
@@ -136,7 +137,8 @@ class _LineSearch:
     def _take_signs(self, group: dict[str, Any]) -> None:
         key = _KEYS.get(group["name"], "learning_rate")
         for parameter in group["params"]:
-            gradient, parameter.grad = parameter.grad, None
+            gradient = parameter.grad
+            parameter.grad = None
             if gradient is not None and gradient.any():
                 promised = group["lr"] * gradient.abs().sum(dtype=torch.float64).item()
                 self._slopes[key] = self._slopes.get(key, 0.0) + promised
@@ -217,7 +219,8 @@ def turning_point(gains: dict[float, float]) -> float | None:
 
 def _batches(trainer: Any, count: int) -> Iterator[Any]:
     """Yield batches of sequences at equal distances in the training data, as the Trainer collates them."""
-    sequences, size = trainer.train_dataset, trainer.args.train_batch_size
+    sequences = trainer.train_dataset
+    size = trainer.args.train_batch_size
     if isinstance(sequences, StreamedSequences):
         rows = sequences.first_rows(count * size)
     else:

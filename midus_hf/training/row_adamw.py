@@ -22,7 +22,8 @@ _ROW_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
 def check_sparse_values(trainer: Any) -> None:
-    optimizer, args = OptimizerNames(trainer.args.optim).value, trainer.args
+    optimizer = OptimizerNames(trainer.args.optim).value
+    args = trainer.args
     has_optimizer = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
     shares = args.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     for is_refused, reason in (
@@ -127,7 +128,9 @@ class RowAdamW(torch.optim.AdamW):
         state["step"] += 1
         places = self._places(table, rows, len(flat))
         means, squares = (state[key].view(-1, *flat.shape[1:]) for key in _MOMENTS)
-        updated, mean, square = flat[rows], means[places], squares[places]
+        updated = flat[rows]
+        mean = means[places]
+        square = squares[places]
         settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
         adamw_update(updated, mean, square, gradient.values().to(table.dtype), state["step"].item(), **settings)
         means.index_copy_(0, places, mean)

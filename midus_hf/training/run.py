@@ -163,7 +163,8 @@ def _set_rates(trainer: Any, arguments: Any) -> None:
 
 def _add_callbacks(trainer: Any, prepared: Prepared, stop: GracefulStop) -> None:
     """Set how many epochs a short run takes, and add what follows its steps."""
-    arguments, sequences = prepared.arguments, trainer.train_dataset
+    arguments = prepared.arguments
+    sequences = trainer.train_dataset
     num_sequences = None if isinstance(sequences, StreamedSequences) else len(sequences)
     if arguments.num_train_epochs is None:
         epochs = planned_epochs(arguments, len(sequences))

@@ -157,7 +157,9 @@ def read_held_out(
 
 def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
     """Check that banks belong to the tree of a run, a folder or the corpus's; save trained banks with it."""
-    fingerprint, folder, shape = corpus_tree, None, None
+    fingerprint = corpus_tree
+    folder = None
+    shape = None
     if tree is not None:
         from midus_hf.topics.tree import ClusterTree, folder_of_tree
 

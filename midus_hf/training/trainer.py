@@ -170,7 +170,8 @@ class MemoryTrainerMixin(AnyTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does; a language model per token of all rows, with a perplexity."""
-        given, drops = self.compute_metrics, self.args.dataloader_drop_last
+        given = self.compute_metrics
+        drops = self.args.dataloader_drop_last
         hosting: Any = self.model
         is_plain = given is None and self.compute_loss_func is None and not self.args.batch_eval_metrics
         if is_plain and hosting.get_output_embeddings() is not None:
@@ -179,7 +180,8 @@ class MemoryTrainerMixin(AnyTrainer):
         try:
             return super().evaluate(*args, **kwargs)
         finally:
-            self.compute_metrics, self.args.dataloader_drop_last = given, drops
+            self.compute_metrics = given
+            self.args.dataloader_drop_last = drops
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -300,7 +302,8 @@ class MemoryTrainerMixin(AnyTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Save as `Trainer` does, with blocks, stream and inputs; remove a checkpoint that is incomplete."""
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        limit = self.args.save_total_limit
+        self.args.save_total_limit = None
         self._is_checkpointing = True
         with convert_disk_errors(folder, self._bytes_of_checkpoint()):
             try:
@@ -329,7 +332,8 @@ class MemoryTrainerMixin(AnyTrainer):
                     remove_checkpoint(folder)
                 raise
             finally:
-                self._is_checkpointing, self.args.save_total_limit = False, limit
+                self._is_checkpointing = False
+                self.args.save_total_limit = limit
 
     def _bytes_of_checkpoint(self) -> int:
         assert isinstance(self.model, nn.Module)
@@ -461,7 +465,8 @@ def _prepare_fsdp(plugin: Any, model: Any) -> None:
         # The model's class also names the family's layers, which a model lacks if all its layers host memories.
         names = {type(module).__name__ for module in model.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(names & set(model._no_split_modules or ()))
-    policy, full = plugin.mixed_precision_policy, torch.float32
+    policy = plugin.mixed_precision_policy
+    full = torch.float32
     if policy is not None and policy.param_dtype is not None:
         plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=full, output_dtype=full)
 

@@ -101,7 +101,8 @@ def with_versions(before: Any, row: Any) -> Any:
     """Return a row with the versions of the row before, if that says the same; the one of the newer version if it does not."""
     if not isinstance(before, dict) or not isinstance(row, dict):
         return row if before is None or VERSION == newest_version() else before
-    versions, own = before["transformers"], row["transformers"]
+    versions = before["transformers"]
+    own = row["transformers"]
     both = {**versions, **own}
     kept = row if VERSION == max(both, key=_numbers) else before
     if any(

@@ -240,9 +240,12 @@ def _parts(layer: nn.Module, calls: list[_Call]) -> LayerParts:
     def behind(name: str | None) -> str | None:
         return next((norm.name for norm in norms if name in call_of and norm.read is call_of[name].output), None)
 
-    attention_norm, output_norm, mlp_norm = before(mixer), behind(mixer), before(network)
+    attention_norm = before(mixer)
+    output_norm = behind(mixer)
+    mlp_norm = before(network)
     entered = call_of[""].read
-    adds, reads = False, False
+    adds = False
+    reads = False
     if mixer in call_of:
         added = call_of[output_norm or mixer].output
         following = call_of.get(mlp_norm or network or "")

@@ -170,7 +170,8 @@ def _layers_with_projections(base: Any, entry: Mapping[str, Any]) -> list[int]:
     """Return the layers of a base whose projections fit a memory inside a part."""
     options = MEMORY_TYPES[entry["type"]]()
     part_of = mixer_of if entry["site"] == "inside-attention" else feed_forward_of
-    layers, stacked = [], read_type(base.config.model_type).stacked
+    layers = []
+    stacked = read_type(base.config.model_type).stacked
     for index, part in enumerate(map(part_of, base.model.layers)):
         widths = options.layer_projections(ModelSizes.from_config(base.config))
         if part is not None and all(_widths(part, role, stacked) == width for role, width in widths.items()):
@@ -317,7 +318,8 @@ def _difference_of_steps(model: Any, arguments: Mapping[str, Any]) -> float:
     """Return the largest difference between logits of a pass in one piece and of a prefill and two steps."""
     ids, _ = _batch()
     whole = model(ids, use_cache=False, **arguments).logits
-    cache, logits = None, []
+    cache = None
+    logits = []
     for piece in (ids[:, :-2], ids[:, -2:-1], ids[:, -1:]):
         output = model(piece, use_cache=True, **{CACHE: cache}, **arguments)
         cache = output.get(CACHE)

@@ -33,7 +33,8 @@ def read_type(model_type: str) -> ModelType:
     Raises:
         UnknownType: If the type cannot host memory. The message says why.
     """
-    architecture, model = architecture_of(model_type), tiny_model(model_type)
+    architecture = architecture_of(model_type)
+    model = tiny_model(model_type)
     layers: Any = model.model.layers
     attentions = [mixer for mixer in map(mixer_of, layers) if has_heads(mixer)]
     stacked = _stacked(model_type)

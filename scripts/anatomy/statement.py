@@ -97,7 +97,8 @@ def state(
         base.set_attn_implementation("eager")  # which returns its weights
     names = architecture_of(base.config.model_type).layers
     for position, index in enumerate(entry.layers):
-        layer, host = base.model.layers[index], hosting.model.layers[index]
+        layer = base.model.layers[index]
+        host = hosting.model.layers[index]
         if entry.site == "inserted":
             layer.register_forward_pre_hook(partial(_run_block, host.memory, names[type(layer)]), with_kwargs=True)
             continue
@@ -144,7 +145,8 @@ def _state_beside(
     calls: _Calls,
 ) -> None:
     """Add what a memory reads at a site; results of a skip go to the layer `into`, and `norm` is the mixer's output norm."""
-    network, mixer = feed_forward_of(layer), mixer_of(layer)
+    network = feed_forward_of(layer)
+    mixer = mixer_of(layer)
     changed, added = {
         "beside-ffn": (network, lambda output: read(calls[network].read).view_as(output)),
         "skip": (into, lambda output: read(calls[network].read)),
@@ -206,7 +208,9 @@ class _WithRows(nn.Module):
 
     def __init__(self, module: nn.Module, rows: slice, other: nn.Module):
         super().__init__()
-        self.module, self.rows, self.other = module, rows, other
+        self.module = module
+        self.rows = rows
+        self.other = other
 
     def forward(self, read: torch.Tensor) -> torch.Tensor:
         return _with_rows(self.module(read), self.rows, self.other(read))

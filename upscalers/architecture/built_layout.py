@@ -82,7 +82,8 @@ def _resolve_config(native: Config) -> Any:
 def read_layout(native: Config, row: ModelType) -> dict[str, Any]:
     """Return the arguments of `layout_from` for the model that transformers builds from a config."""
     model = model_on_meta(native, MODEL_FOR_CAUSAL_LM_MAPPING)
-    config, modules = model.config, model.model.layers
+    config = model.config
+    modules = model.model.layers
     held = model.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in reversed(held.items())}
     tied = {name: tuple(tensor.shape) for name, tensor in held.items() if names[id(tensor)] != name}

@@ -70,7 +70,8 @@ def layout_of(config: Config) -> Layout:
         for name, tensor in shared.tensors.items()
     }
     tables = {name: tensor.shape for name, tensor in declared.items()}
-    layers, inserted = [], memories.inserted
+    layers = []
+    inserted = memories.inserted
     for layer, tensors in enumerate(backbone.backbone_layers):
         if layer in inserted:
             options = inserted[layer].options
@@ -203,7 +204,9 @@ def known_layout(native: Config) -> dict[str, Any] | None:
     ):
         if values.get(key) is None:
             values[key] = value
-    num_layers, heads, d = values["num_hidden_layers"], values["num_attention_heads"], values["head_dim"]
+    num_layers = values["num_hidden_layers"]
+    heads = values["num_attention_heads"]
+    d = values["head_dim"]
     if d % 2 or heads % values["num_key_value_heads"]:
         return None
     sliding = None

@@ -206,7 +206,8 @@ def open_base(folder: Path, needs_weights: bool = True, hub_id: str | None = Non
             "AutoModelForSequenceClassification or a similar class."
         )
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in stored) else ""
-    integers, tied_head = layout.integers, None
+    integers = layout.integers
+    tied_head = None
     if not prefix:
         expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
         integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}

@@ -73,7 +73,8 @@ def read_tensor(stored: StoredTensor, dtype: "torch.dtype | None" = None) -> "to
     import torch
 
     tensor = torch.empty(stored.shape, dtype=getattr(torch, (TORCH_NAMES | INTEGER_NAMES)[stored.dtype]))
-    view, position = tensor.view(-1).view(torch.uint8).numpy().data, 0
+    view = tensor.view(-1).view(torch.uint8).numpy().data
+    position = 0
     for data in stored.chunks():
         view[position : position + len(data)] = data
         position += len(data)
@@ -224,7 +225,8 @@ class TensorDigests:
     """Threads that compute the SHA-256 of dtype, shape and bytes of tensors."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]):
-        self._tensors, self._names = tensors, names
+        self._tensors = tensors
+        self._names = names
         self._futures: dict[str, Future[str]] = {}
         self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(thread_name_prefix="digest")

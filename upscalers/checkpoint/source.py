@@ -70,7 +70,8 @@ def resolve_source(base: str, config_only: bool = False, needs: Sequence[Kind] =
     """
     name, at, after = base.partition("@")
     if not at or Path(base).expanduser().exists():
-        name, after = base, ""
+        name = base
+        after = ""
     elif not after or Path(name).expanduser().exists():
         raise RequestError(
             f"{base!r} has no revision after '@', or is local, where there are none; expected a hub id with a branch, tag or commit."

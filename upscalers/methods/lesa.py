@@ -162,7 +162,8 @@ class MatrixPrediction(Solver):
     ):
         super().__init__(matrix.role)
         self._sources = [base.layer_names[layer][matrix.name] for layer in range(base.num_layers)]
-        self._gaps, self._options = gaps, options
+        self._gaps = gaps
+        self._options = options
         self._seed = tensor_seed(seed, f"lesa:{matrix.key}")
         self._out, self._in = matrix.shape
         self._rows = slice(matrix.first_row, matrix.first_row + self._out)

@@ -31,7 +31,8 @@ class HostedMemoryMethod(Method):
         """Refuse a base that was not proven to host the memory at a site."""
         if base.composite is not None:
             base.composite.check_hosts()
-        row, memory_type = base.family, self.memory_options.type
+        row = base.family
+        memory_type = self.memory_options.type
         failure = row.refusal(site, memory_type)
         if failure is None:
             return
@@ -147,7 +148,8 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                     "--set layers=... instead."
                 )
         layers = tuple(map(Base, range(base.num_layers)))
-        memory, taken = self.memory_options.default_name, base.layout.memories.attached
+        memory = self.memory_options.default_name
+        taken = base.layout.memories.attached
         names = (memory, *(f"{memory}-{number}" for number in range(2, len(taken) + 3)))
         return Plan(layers, base.num_layers, (next(name for name in names if name not in taken),))
 

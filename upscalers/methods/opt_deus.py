@@ -121,7 +121,9 @@ class BlockFusion(Solver):
 
     def __init__(self, base: BaseCheckpoint, layer: New, index: int, filled: frozenset[str], options: OptDeusOptions):
         super().__init__(f"layer {index}")
-        self._index, self._filled, self._options = index, filled, options
+        self._index = index
+        self._filled = filled
+        self._options = options
         self._next, self._previous = (base.layer_names[source] for source in layer.sources)
         self._tensors = base.layout.backbone_layers[layer.sources[0]]
         self._head_dim = base.layout.sizes.head_dim

@@ -37,7 +37,9 @@ def model_card(upscaling: Upscaling, done: Done, carried: Mapping[str, Any], rep
         carried: Metadata of the base's card, as `base_metadata` returns them.
         repository: Where the result will be on the Hub; None if it is not uploaded.
     """
-    method, plan, counts = upscaling.method, upscaling.plan, upscaling.counts
+    method = upscaling.method
+    plan = upscaling.plan
+    counts = upscaling.counts
     base_name = upscaling.source.label
     auto_class = upscaling.base.auto_class
     writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(upscaling.source.folder)
@@ -93,7 +95,8 @@ def model_card(upscaling: Upscaling, done: Done, carried: Mapping[str, Any], rep
 
 def _promise(upscaling: Upscaling, done: Done) -> str:
     """Return what the result computes before training; the card is kept after it, so the text must stay true."""
-    method, dtype = upscaling.method, upscaling.request.dtype
+    method = upscaling.method
+    dtype = upscaling.request.dtype
     is_compared = done.identity.checked is not None
     text = "It is meant to be trained: before that it is not guaranteed to compute the same as the base"
     if method.identity:

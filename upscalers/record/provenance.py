@@ -61,7 +61,9 @@ class Done:
 
 def upscale_record(upscaling: Upscaling, base_sha256: str) -> UpscaleRecord:
     """Return the record that the config of the result has."""
-    method, base, plan = upscaling.method, upscaling.base, upscaling.plan
+    method = upscaling.method
+    base = upscaling.base
+    plan = upscaling.plan
     return UpscaleRecord(
         method=method.name,
         new_layers=tuple(plan.new_indices),

@@ -122,7 +122,9 @@ def _announce(upscaling: Upscaling, progress: Progress) -> None:
 
 def _report(upscaling: Upscaling, done: Done, started: float) -> UpscaleReport:
     """Return the report of what was done since `started`, a time of `time.perf_counter`."""
-    request, method, plan = upscaling.request, upscaling.method, upscaling.plan
+    request = upscaling.request
+    method = upscaling.method
+    plan = upscaling.plan
     cost = training_cost(upscaling) if request.dry_run else None
     return UpscaleReport(
         method=method.name,

@@ -29,7 +29,8 @@ class RunningModel:
     """A checkpoint's language model in eval mode; memories that fetch blocks fetch those of `path`."""
 
     def __init__(self, model: Any, path: tuple[int, ...] | None):
-        self._model, self._path = model, path
+        self._model = model
+        self._path = path
         self._stack = decoder_of(model)
         self.vocab_size: int = model.config.get_text_config().vocab_size
 
@@ -123,7 +124,8 @@ def _places(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Stored
     names_of: dict[int, list[str]] = {}
     for name, tensor in held.items():
         names_of.setdefault(id(tensor), []).append(name)
-    places, wrong = {}, []
+    places = {}
+    wrong = []
     for name, tensor in held.items():
         tied = (name, *names_of[id(tensor)])
         spellings = (each for other in tied for each in (other, other.removeprefix(f"{model.base_model_prefix}.")))
@@ -277,7 +279,8 @@ def _not_identical(
     base_logits: torch.Tensor, new_logits: torch.Tensor, mismatch: _Mismatch | None, plan: Plan
 ) -> VerificationError:
     if mismatch is not None and _are_same(base_logits, new_logits):
-        compared, difference = "hidden states", mismatch.difference
+        compared = "hidden states"
+        difference = mismatch.difference
     else:
         compared = "logits"
         difference = _largest_difference(base_logits, new_logits)

@@ -37,7 +37,8 @@ class SharedBasis:
 
 def shared_basis(num_layers: int, matrix_of: Callable[[int], torch.Tensor], done: Callable[[], None]) -> SharedBasis:
     """Compute a shared basis from the Gram matrix `sum_l W_l W_l^T` [out, out], reading layer by layer."""
-    gram, width = None, 0
+    gram = None
+    width = 0
     for layer in range(num_layers):
         matrix = matrix_of(layer)
         width += matrix.shape[1]
@@ -63,7 +64,9 @@ class RowFile:
     """Temporary file with the coordinates [r, L, in] of all layers, float32; the context removes it."""
 
     def __init__(self, path: Path, num_rows: int, num_layers: int, width: int):
-        self.num_rows, self.num_layers, self.width = num_rows, num_layers, width
+        self.num_rows = num_rows
+        self.num_layers = num_layers
+        self.width = width
         self._path = path
         self._file = path.open("w+b", buffering=0)
 

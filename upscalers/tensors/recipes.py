@@ -199,7 +199,8 @@ def block_recipes(model: BaseCheckpoint, layers: Sequence[int], config: Config) 
     after = len(layers)
     if list(layers) == list(range(before)):
         return {}
-    recipes, outer = {}, layout_of(config).outer
+    recipes = {}
+    outer = layout_of(config).outer
     for name, shape in model.layout.outer.items():
         sizes = zip(shape, outer.get(name, shape), strict=True)
         dims = [dim for dim, (size, wanted) in enumerate(sizes) if size != wanted and size * after == wanted * before]

@@ -50,7 +50,8 @@ class _Shown:
     """Attribute of only the module `transformers`, among all modules that load their contents on demand."""
 
     def __init__(self, name: str, model_class: type):
-        self._name, self._model_class = name, model_class
+        self._name = name
+        self._model_class = model_class
 
     def __get__(self, module: Any, owner: type) -> type:
         if getattr(module, "__name__", None) != "transformers":

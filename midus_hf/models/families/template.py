@@ -116,7 +116,8 @@ class _SourceLoader(importlib.abc.SourceLoader):
     """Loader of a module from its source, with the path of a file that has it too."""
 
     def __init__(self, path: str, source: str):
-        self._path, self._source = path, source
+        self._path = path
+        self._source = source
 
     def get_filename(self, fullname: str) -> str:
         return self._path
@@ -127,9 +128,12 @@ class _SourceLoader(importlib.abc.SourceLoader):
 
 def family_source(row: ModelType) -> str:
     """Return the source of the classes that host memory in a family."""
-    family, config = row.class_name, CONFIG_MAPPING[row.model_type]
+    family = row.class_name
+    config = CONFIG_MAPPING[row.model_type]
     native = _native_class(row)
-    modeling, causal_lm, heads = sys.modules[native.__module__], native.__name__, _heads(config)
+    modeling = sys.modules[native.__module__]
+    causal_lm = native.__name__
+    heads = _heads(config)
     hosts: dict[str, Any] = {"attention_class": row.attention_class, "mlp_class": row.mlp_class}
     hosts = {name: value for name, value in hosts.items() if value is not None}
     own = {*row.layers, row.stack, causal_lm, *(head.__name__ for head in heads.values()), *hosts.values()}

@@ -81,7 +81,10 @@ def read_chat_texts(
 
 def make_sft_trainer(prepared: Prepared) -> "SftTrainer":
     """Return TRL's Trainer on chats, leaving out those without an answer to learn from."""
-    model, arguments, tokenizer, texts = prepared.model, prepared.arguments, prepared.tokenizer, prepared.texts
+    model = prepared.model
+    arguments = prepared.arguments
+    tokenizer = prepared.tokenizer
+    texts = prepared.texts
     _check_banks(model, arguments)
     chats = texts.train
     columns = chats.column_names
@@ -181,7 +184,8 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
                 f"the chat template writes the date: the run's first day, {day} (00:00), also when it is resumed"
             )
         whole = copy.copy(args)
-        whole.max_length, whole.shuffle_dataset = None, False
+        whole.max_length = None
+        whole.shuffle_dataset = False
         try:
             encoded = super()._prepare_dataset(dataset, processing_class, whole, False, *others)
         except (TemplateError, RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
