@@ -76,6 +76,7 @@ class MemoryOptions:
     def check_beside(self, name: str, others: Mapping[str, "MemoryOptions"]) -> None:
         """Refuse other memories of the same model, by name, that cannot be combined with this one."""
 
+    @package_only
     @property
     def reads_ahead(self) -> bool:
         """True if a token depends on later tokens. The model is then not causal. Default: False."""

@@ -43,6 +43,7 @@ class RetrievalMemory(MemoryModule):
         """Return the services that a memory of these options needs: statistics of a batch leave padding out."""
         return cls.services if options.query_norm == "batch" else ()
 
+    @package_only
     @property
     def num_slots(self) -> int:
         """N, number of slots that each head chooses from."""
@@ -58,6 +59,7 @@ class RetrievalMemory(MemoryModule):
         """
         raise NotImplementedError
 
+    @package_only
     def retrieve(self, attention_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return weights, float32, and slots, int64, of each head, both `[B, T, H, k]`; no side effects."""
         scores, slots = self.select(self.queries(attention_output, track_statistics=False))

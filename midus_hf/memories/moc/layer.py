@@ -99,6 +99,7 @@ class MocMemory(MemoryModule):
         output = routing.pooled.segments.read(query, attend)
         return self.output_projection(output.flatten(-2))
 
+    @package_only
     def route(
         self, hidden_states: torch.Tensor, tokens: TokenPlaces | None = None, state: MemoryState | None = None
     ) -> Routing:
