@@ -82,6 +82,10 @@ class MemoryTrainerMixin(AnyTrainer):
     Put it before the class that it extends, as in `class MemorySFTTrainer(MemoryTrainerMixin, SFTTrainer)`. The keys of
     `MemoryArguments` are read from `args` if it has them. A checkpoint has trained parameters, the optimizer and changed blocks of
     banks, and ends with a manifest; `load_checkpoint` loads one into a model.
+
+    Args:
+        saved_dtypes: Dtypes, by name, in which processes that share parameters save tensors. Default: as they are.
+        inputs: Digests of what the run read, which checkpoints record with those of the sequences. Default: none are recorded.
     """
 
     def __init__(
@@ -94,7 +98,6 @@ class MemoryTrainerMixin(AnyTrainer):
         self._inputs = inputs
         super().__init__(*args, **kwargs)
         options = self.args if isinstance(self.args, MemoryArguments) else None
-        #: Dtypes in which processes that share parameters save the model, by name; others as they are.
         self.saved_dtypes = saved_dtypes or {}
         self.base_kl: float = getattr(self.args, "base_kl", 0.0)
         if self.base_kl:
