@@ -143,6 +143,18 @@ def test_map_without_depth_is_the_models_attention():
     assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
 
 
+@pytest.mark.parametrize(("implementation", "caps"), [("eager", True), ("sdpa", False)])
+def test_scores_are_capped_where_attention_caps_them(implementation, caps):
+    query, key = torch.randn(2, 1, 1, 3, 4, dtype=torch.float64)
+    arguments = {"scaling": 8.0, "softcap": 0.5, "is_causal": False}
+    attention = SequenceHeads(None, lambda *_: None, implementation, query, key, key, None, arguments)
+    scores = 8.0 * query @ key.mT
+    if caps:
+        scores = 0.5 * torch.tanh(scores / 0.5)
+    torch.testing.assert_close(attention.log_sum(), scores.logsumexp(-1))
+    torch.testing.assert_close(attention.shares(0), scores.softmax(-1)[:, 0])
+
+
 def test_unreadable_attention_is_refused():
     query, divisor = torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3)
     attention = SequenceHeads(None, lambda *_: (None, divisor), "flex_attention", query, None, None, None, {})

@@ -183,8 +183,13 @@ class SequenceHeads:
 
     @property
     def softcap(self) -> float | None:
-        """Limit of the scores, c in `c * tanh(score / c)`; None if scores are not capped."""
+        """Limit of the scores, c in `c * tanh(score / c)`, that the family's attention is given; None for no limit."""
         return self.arguments.get("softcap")
+
+    @property
+    def applied_softcap(self) -> float | None:
+        """Limit that the scores of the sequence have; torch's own attention has none."""
+        return None if self.implementation == "sdpa" else self.softcap
 
     def with_log_sum(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Attend, and compute the log-sum-exp of the scores, or refuse an implementation without it.
@@ -195,8 +200,7 @@ class SequenceHeads:
         require_log_sum_exp(self.implementation)
         output, extra = self.attend_to_sequence()  # weights, or the log-sum-exp of flex_attention
         if self.implementation in _MASKS_TELL:
-            softcap = self.softcap if self.implementation == "eager" else None  # torch's attention does not cap
-            arguments = (self.query, self.key, self.mask, self._is_causal, self.scaling, softcap)
+            arguments = (self.query, self.key, self.mask, self._is_causal, self.scaling, self.applied_softcap)
             return output, extra, sequence_lse(*arguments)
         return output, None, self._returned_lse(extra)
 
@@ -225,9 +229,10 @@ class SequenceHeads:
     def log_sum(self) -> torch.Tensor:
         """Return the log-sum-exp of scores without dropout, `[B, H, T]`, float32 at least, for inspection."""
         if self.implementation in _MASKS_TELL:
-            return sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, self.softcap)
+            return sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, self.applied_softcap)
         return self._returned_lse(self.attend_to_sequence()[1] if self.implementation == "flex_attention" else None)
 
+    @package_only
     def shares(self, head: int) -> torch.Tensor:
         """Return a head's softmax weights over the sequence, `[B, T, S]`, for inspection, or refuse."""
         if self.implementation not in _MASKS_TELL:
@@ -244,7 +249,7 @@ class SequenceHeads:
             self.mask if has_one_mask else self.mask[:, head : head + 1],
             self._is_causal,
             self.scaling,
-            self.softcap,
+            self.applied_softcap,
         )
         return weights[:, 0]
 

@@ -158,13 +158,13 @@ class PacksMemory(MemoryModule):
         output, weights, lse = sequence.with_log_sum()
         sequence_output = output.transpose(1, 2)  # [B, H, T, d]
         pieces, done, shares_of_sequence = [], 0, torch.ones_like(lse)
-        # Attention caps scores only in eager mode.
-        softcap = sequence.softcap if sequence.implementation != "sdpa" else None
         for part in packs.parts:
             keys, values = packs.of(self.index, part, sequence.module)
             query = sequence.query[:, :, part.tokens]
             # [B, H, T', S]
-            scores = sequence_scores(query, keys, part.reads.unsqueeze(1), False, sequence.scaling, softcap)
+            scores = sequence_scores(
+                query, keys, part.reads.unsqueeze(1), False, sequence.scaling, sequence.applied_softcap
+            )
             if part.bias is not None:
                 scores = scores + part.bias[:, None]
             is_empty = ~part.reads.any(-1)[:, None]  # [B, 1, T']
