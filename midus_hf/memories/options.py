@@ -76,8 +76,8 @@ class MemoryOptions:
     def check_beside(self, name: str, others: Mapping[str, "MemoryOptions"]) -> None:
         """Refuse other memories of the same model, by name, that cannot be combined with this one."""
 
-    @package_only
     @property
+    @package_only
     def reads_ahead(self) -> bool:
         """True if a token depends on later tokens. The model is then not causal. Default: False."""
         return False

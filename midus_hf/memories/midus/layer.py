@@ -43,8 +43,8 @@ class RetrievalMemory(MemoryModule):
         """Return the services that a memory of these options needs: statistics of a batch leave padding out."""
         return cls.services if options.query_norm == "batch" else ()
 
-    @package_only
     @property
+    @package_only
     def num_slots(self) -> int:
         """N, number of slots that each head chooses from."""
         return self.value_bank.shape[-2]

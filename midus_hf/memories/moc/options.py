@@ -84,8 +84,8 @@ class MocOptions(MemoryOptions):
         "and pass, as long as the pooled one, so that it says nothing of the text: a control",
     )
 
-    @package_only
     @property
+    @package_only
     def reads_ahead(self) -> bool:
         return self.routing == "sequence"
 

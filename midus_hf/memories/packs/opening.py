@@ -54,12 +54,12 @@ class Opening(NamedTuple):
     """An opening of an entry by its name."""
 
     entry: int
-    begins: int  # place in the text at which the name begins
-    place: int  # position of the token where the pack is, the last of a name
-    ends: int  # place in the text after the name
+    begins: int  # character at which the name begins, as `_place_of` counts them
+    position: int  # of the token where the pack is, the last of a name
+    ends: int  # character after the name
     stays: bool = False  # whether open until newer names replace it, as in a chat; otherwise to the end of a line
-    turn: int = -1  # position of the first token of the user's turn with the name
-    words: int = -1  # position of the token in which the name begins, where the words of the turn end
+    turn_begins: int = -1  # position of the first token of the user's turn with the name
+    words_end: int = -1  # position of the token in which the name begins, where the words of the turn end
 
     @property
     def last_token(self) -> int:
@@ -72,16 +72,16 @@ class RowState(NamedTuple):
 
     openings: tuple[Opening, ...] = ()
     turn: int = TEXT
-    begins: int = 0
+    turn_begins: int = 0
 
 
 class Reading(NamedTuple):
-    """The pack that the tokens of a row from `start` to before `stop` read, and the position where it is."""
+    """The pack that the tokens of a row from `start` to before `stop` read, and the position of the token where it is."""
 
     start: int
     stop: int
     pack: PackKey
-    place: int
+    position: int
 
 
 class OpeningTracker:
@@ -106,7 +106,7 @@ class OpeningTracker:
 
     def _begin(self, before: RowState, earlier: TokensAt | None) -> None:
         self.scan, self._turns = NameScan(self.glossary.index), TurnScan(self.glossary.chat_marks, before.turn)
-        self._openings, self._turn_begins, self._earlier = [*before.openings], before.begins, earlier
+        self._openings, self._turn_begins, self._earlier = [*before.openings], before.turn_begins, earlier
         # Position and id of each token that the scan has read, and the number of characters before it.
         self._tokens: list[tuple[int, int, int]] = []
         # Numbers of the last special token, and of the last one with a letter or digit of its line.
@@ -158,7 +158,7 @@ class OpeningTracker:
         has_ended = len(self._openings) < before
         names = self.scan.read(self.glossary.spelling.piece(token))
         for match in names.closes:
-            closed = match.entry, self._place(match.token, match.first)
+            closed = match.entry, self._place_of(match.token, match.first)
             latest = next((each for each in self._openings if (each.entry, each.begins) == closed), None)
             if latest is not None:
                 self._openings.remove(latest)
@@ -174,17 +174,20 @@ class OpeningTracker:
 
     def _opening(self, match: NameMatch, position: int) -> Opening:
         """Return the opening by a name that ends here; an entry named shortly before is read as it was."""
-        begins, ends = self._place(match.token, match.first), self._place(len(self._tokens), match.end)
+        begins, ends = self._place_of(match.token, match.first), self._place_of(len(self._tokens), match.end)
         before = next((each for each in self._openings if each.entry == match.entry), None)
         asks = self._turns.turn == QUESTION
         is_near = before is not None and position - before.last_token < _MAX_STAY
         stays = asks or (before is not None and before.stays)
-        if before is not None and is_near and (not asks or before.turn == self._turn_begins):
+        if before is not None and is_near and (not asks or before.turn_begins == self._turn_begins):
             return before._replace(begins=begins, ends=ends, stays=stays)
-        turn, words = (self._turn_begins, begins // _MAX_CHARACTERS_PER_TOKEN) if asks else (-1, -1)
-        return Opening(match.entry, begins, position, ends, stays, turn, words)
+        opening = Opening(match.entry, begins, position, ends, stays)
+        if not asks:
+            return opening
+        return opening._replace(turn_begins=self._turn_begins, words_end=begins // _MAX_CHARACTERS_PER_TOKEN)
 
-    def _place(self, token: int, character: int) -> int:
+    def _place_of(self, token: int, character: int) -> int:
+        """Return the place of a character: its token's position, then its number within the token."""
         position, _, before = self._tokens[token - 1]
         return position * _MAX_CHARACTERS_PER_TOKEN + character - before
 
@@ -212,7 +215,7 @@ class OpeningTracker:
         return dict([*read.items()][: self.options.open])
 
     def pack(self) -> tuple[PackKey, int] | None:
-        """Return the pack that the latest token reads, and its place; None if nothing is open."""
+        """Return the pack that the latest token reads, and its position; None if nothing is open."""
         read = self._read_entries()
         if not read:
             return None
@@ -221,13 +224,14 @@ class OpeningTracker:
         entries = [entry for opening in reversed(openings) for entry, by in read.items() if by == opening]
         in_chat = self._turns.turn != TEXT
         words = self._words(openings[0]) if in_chat else ()
-        return PackKey(tuple(entries), in_chat, words), max(each.place for each in openings)
+        return PackKey(tuple(entries), in_chat, words), max(each.position for each in openings)
 
     def _words(self, opening: Opening) -> tuple[int, ...]:
         """Return the last words of a user's turn before an opening; none without a letter or digit."""
-        if opening.turn < 0:
+        if opening.turn_begins < 0:
             return ()
-        first, end = max(opening.turn, opening.words - _MAX_WORDS), opening.words
+        end = opening.words_end
+        first = max(opening.turn_begins, end - _MAX_WORDS)
         at, stop = (bisect_left(self._tokens, (position,)) for position in (first, end))
         ids = [token for _, token, _ in self._tokens[at:stop]]
         known = self._tokens[0][0] if self._tokens else end
@@ -278,7 +282,7 @@ def states_tensor(rows: Sequence[Sequence[RowState]], options: Any) -> torch.Ten
     filled = [
         [
             [
-                (state.turn, state.begins, *[0] * (size - 2)),
+                (state.turn, state.turn_begins, *[0] * (size - 2)),
                 *state.openings,
                 *[(0,) * size] * (kept - 1 - len(state.openings)),
             ]
@@ -291,9 +295,9 @@ def states_tensor(rows: Sequence[Sequence[RowState]], options: Any) -> torch.Ten
 
 def state_of(kept: torch.Tensor) -> RowState:
     """Return the state in a tensor `[1 + kept, 7]`."""
-    (turn, begins, *_), *rows = kept.tolist()
+    (turn, turn_begins, *_), *rows = kept.tolist()
     openings = (Opening._make(row) for row in rows if row[0])
-    return RowState(tuple(each._replace(stays=bool(each.stays)) for each in openings), turn, begins)
+    return RowState(tuple(each._replace(stays=bool(each.stays)) for each in openings), turn, turn_begins)
 
 
 class CachedRows:

@@ -123,7 +123,7 @@ def _token_parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
     union: list[set[tuple[PackKey, int]]] = []
     for start, stop in itertools.pairwise(bounds):
         latest = [row[: bisect_right(begins, start)][-1:] for row, begins in zip(rows, starts, strict=True)]
-        read = [{(each.pack, each.place) for each in row if each.stop > start} for row in latest]
+        read = [{(each.pack, each.position) for each in row if each.stop > start} for row in latest]
         if not any(read):
             continue
         both = [before | now for before, now in zip(union, read, strict=True)] if union else read
@@ -151,13 +151,13 @@ def _slots(
         for each in row:
             if each.start >= tokens.stop or each.stop <= tokens.start:
                 continue
-            key = each.pack, each.place
+            key = each.pack, each.position
             if key not in columns:
                 pack, first, count = packs[each.pack], firsts[each.pack], len(slots[number])
                 length = pack.heads[0][0].shape[1]
                 columns[key] = slice(count, count + length)
                 slots[number] += range(first, first + length)
-                moves[number] += [each.place - length - pack.first] * length
+                moves[number] += [each.position - length - pack.first] * length
             start, stop = max(each.start, tokens.start), min(each.stop, tokens.stop)
             bias = options.chat_score_bias if each.pack.in_chat else options.score_bias
             reads.append((number, slice(start - tokens.start, stop - tokens.start), columns[key], bias))
