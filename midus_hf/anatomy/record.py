@@ -29,7 +29,7 @@ class UpscaleRecord:
     base_config: Mapping[str, Any] = field(default_factory=dict)  #: within a composite model, its language model's
     larger_base_config: Mapping[str, Any] | None = None  #: the composite base's
     base_sha256: str | None = None  #: digest of the base's weights; None if it is unknown
-    zero_gains: Mapping[str, float] = field(default_factory=dict)  #: see `Method.zero_gains`
+    zero_gains: Mapping[str, float] = field(default_factory=dict)  #: see `Surgery.zero_gains`
     edits: tuple[Mapping[str, Any], ...] = ()  #: of the base's memories since
     others: Mapping[str, Any] = field(default_factory=dict)  #: keys that this version does not know, which are kept
 

@@ -37,7 +37,8 @@ def midus_ask(
     (Ctrl-D); Ctrl-C stops an answer. With --questions, each line of a file is a question of its own. The model is loaded once.
 
     A model with a bank fetches the blocks of the question's topic, which are listed on standard error, as are the entries of a
-    glossary that are read. The name of an entry in a question is also put before it, so that all its words read the entry.
+    glossary that are read. A name in the question is repeated on a line before it, so that all words of the question read the
+    entry.
     """
     check_model_name("model", model)
     check_dtype(dtype)
@@ -65,16 +66,16 @@ def midus_ask(
     if not plain and tokenizer.chat_template is None:
         print("the model has no chat template: the question is continued as text", file=sys.stderr)
         plain = True
-    fetched = _fetching(loaded, model)
-    conversation = Conversation(loaded)
+    find_blocks = _block_finder(loaded, model)
+    conversation = None
     with keep_readings(loaded, check_numbers=False):
         for each in asked:
             if questions is not None:
                 print(f"> {each}", flush=True)
-            if not converses:
+            if conversation is None or not converses:
                 conversation = Conversation(loaded)
             try:
-                _ask(conversation, loaded, tokenizer, model, each, plain, max_new_tokens, fetched)
+                _ask(conversation, loaded, tokenizer, model, each, plain, max_new_tokens, find_blocks)
             except KeyboardInterrupt as interruption:
                 if isinstance(interruption, Termination) or not (converses and sys.stdin.isatty()):
                     raise
@@ -102,7 +103,9 @@ def _turns() -> Iterator[str]:
 
 def _check_text(question: str) -> None:
     if not is_text(question):
-        raise RequestError(f"question is {question!r}, with half a character; expected text in UTF-8. Write it again.")
+        raise RequestError(
+            f"question is {question!r}, with an unpaired surrogate; expected text in UTF-8. Write it again."
+        )
 
 
 def _lines_of(path: str) -> list[str]:
@@ -134,7 +137,7 @@ def _ask(
     question: str,
     plain: bool,
     max_new_tokens: int,
-    fetched: Any,
+    find_blocks: Callable[[str], dict[str, Any]],
 ) -> None:
     """Print the answer as it is written, and on standard error what it reads; add both to the conversation."""
     from transformers import TextStreamer
@@ -148,7 +151,7 @@ def _ask(
     if glossary is not None:
         _print_open_entries(glossary, question, inputs["input_ids"][0].tolist(), in_front.split("\n")[:-1])
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    written = conversation.answer(inputs, max_new_tokens, streamer=streamer, **fetched(question))
+    written = conversation.answer(inputs, max_new_tokens, streamer=streamer, **find_blocks(question))
     answer = tokenizer.decode(written, skip_special_tokens=True)
     conversation.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
@@ -170,7 +173,7 @@ def _print_open_entries(glossary: "Glossary", question: str, ids: list[int], in_
     print(said, file=sys.stderr)
 
 
-def _fetching(loaded: "PreTrainedModel", name: str) -> Callable[[str], dict[str, Any]]:
+def _block_finder(loaded: "PreTrainedModel", name: str) -> Callable[[str], dict[str, Any]]:
     """Return a function that gives the path of a question's topic for `generate`, and prints blocks read."""
     from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
 
@@ -188,12 +191,12 @@ def _fetching(loaded: "PreTrainedModel", name: str) -> Callable[[str], dict[str,
     retriever = open_retriever(loaded, str(tree))
     assert retriever is not None, "a tree is given"
 
-    def fetched(question: str) -> dict[str, Any]:
+    def find_blocks(question: str) -> dict[str, Any]:
         path = retriever.paths([question])
         print(_describe_blocks(banks, path[0].tolist()), file=sys.stderr)
         return {"memory_ids": path.to(loaded.device)}
 
-    return fetched
+    return find_blocks
 
 
 def _describe_blocks(banks: Any, path: list[int]) -> str:

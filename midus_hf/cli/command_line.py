@@ -73,7 +73,7 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
     SIGTERM interrupts the work as Ctrl-C does. `raises`: whether unexpected errors are raised, for a traceback.
     """
     with _lasting_output() as not_printed:
-        status, line, places = _ending(app, list(sys.argv[1:] if arguments is None else arguments), name, raises)
+        status, line, places = _run(app, list(sys.argv[1:] if arguments is None else arguments), name, raises)
         if line is not None:
             print(" ".join(without_secrets(line).split()), file=sys.stderr)
             for place in places:
@@ -90,7 +90,7 @@ def _with_hyphens(option: str) -> str:
     return option.replace("_", "-")
 
 
-def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) -> tuple[int, str | None, list[str]]:
+def _run(app: typer.Typer, line_words: list[str], name: str, raises: bool) -> tuple[int, str | None, list[str]]:
     """Run a command line; return its exit status, the reason in one line, and where an error was raised."""
     if "--version" in line_words:
         print(__version__)

@@ -102,25 +102,25 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
         check_sources(arguments.sources())
         result = run(arguments)
     except RunInterrupted as interrupted:
-        return _ending(128 + interrupted.signal_number, str(interrupted))
+        return _exit_of_process(128 + interrupted.signal_number, str(interrupted))
     except KeyboardInterrupt:
-        return _ending(INTERRUPTED, "interrupted")
+        return _exit_of_process(INTERRUPTED, "interrupted")
     except (NotFiniteError, PartialSaveError) as error:
-        return _ending(FAILED, str(error))
+        return _exit_of_process(FAILED, str(error))
     except MainProcessError:
         return CommandExit(FAILED)
     except RequestError as error:
-        return _ending(WRONG_REQUEST, str(error))
+        return _exit_of_process(WRONG_REQUEST, str(error))
     except Exception as error:
         if isinstance(error.__cause__, RequestError | DownloadError):  # of what a step read
-            return _ending(FAILED, str(error))
+            return _exit_of_process(FAILED, str(error))
         if (told := as_disk_error(error) or as_download_error(error)) is not None:
-            return _ending(FAILED, str(told))
+            return _exit_of_process(FAILED, str(told))
         if shared_store() is not None and not is_first_to("failure"):
-            return _ending(FAILED, "another process of the run failed, and says why on its machine")
+            return _exit_of_process(FAILED, "another process of the run failed, and says why on its machine")
         if "/gloo/" in str(error):  # the process at the other end said nothing
             killed = "another process of the run ended without a word, perhaps killed for its memory"
-            return _ending(FAILED, f"{killed} ({first_line(error)}); see the log of its machine")
+            return _exit_of_process(FAILED, f"{killed} ({first_line(error)}); see the log of its machine")
         is_first_to(_FAILURE_HERE)
         raise
     if is_main_process():
@@ -129,7 +129,7 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
     return None
 
 
-def _ending(status: int, line: str) -> CommandExit:
+def _exit_of_process(status: int, line: str) -> CommandExit:
     """Return the ending of a process, with the reason unless a process of its machine failed before."""
     is_first_to("failure")
     return CommandExit(status, line if is_first_to(_FAILURE_HERE) else None, from_any_process=True)

@@ -94,12 +94,12 @@ def run(
     options = {key: value for key, value in context.params.items() if key in keys and value is not None}
     read = {} if config is None else read_mapping(config)
     # A key without a value is as one that is left out; an unknown key is refused either way.
-    arguments = {key: value for key, value in read.items() if value is not None or key not in keys | {"corpus"}}
-    arguments |= options
+    given_keys = {key: value for key, value in read.items() if value is not None or key not in keys | {"corpus"}}
+    given_keys |= options
     for needed in ("base", "method"):
-        if not arguments.get(needed):
+        if not given_keys.get(needed):
             raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
-    request = parse_options(Request, arguments, "the command" if config is None else f"--config {config}")
+    request = parse_options(Request, given_keys, "the command" if config is None else f"--config {config}")
 
     from upscalers.console import Console, print_report
     from upscalers.methods.contract import with_corpus
@@ -110,7 +110,7 @@ def run(
         **with_corpus(request.method, request.options or {}, request.corpus),
         **with_corpus(request.method, read_settings(set_ or []), corpus),
     }
-    arguments = {**vars(request), "options": chosen, "corpus": None}
+    arguments = {**vars(request), "options": chosen, "corpus": None}  # the corpus is among the options
     ending: CommandExit | None = None
     try:
         report = upscale(**arguments, progress=Console())

@@ -154,7 +154,7 @@ def _row(line: str, number: int) -> dict[str, Any]:
         if "\\ud" in line.lower():
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"line {number} has half a character: {error}") from None
+        raise RequestError(f"line {number} has an unpaired surrogate: {error}") from None
     except ValueError as error:
         where = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         found = f"no JSON: {where}"

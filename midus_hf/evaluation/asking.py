@@ -22,6 +22,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalt
 
 
 def glossary_of(model: Any) -> "Glossary | None":
+    """Return the glossary of a model with packs; None for another model."""
     stack = model.stack if hasattr(model.config, "memories") else None
     return model.glossary if stack is not None and "packs" in stack.services else None
 
@@ -86,7 +87,7 @@ class Conversation:
     """
 
     def __init__(self, model: Any):
-        #: Messages so far, for a chat template, which the caller adds.
+        #: Messages so far, for a chat template; the caller appends to them.
         self.messages: list[dict[str, str]] = []
         self._model = model
         self._cache: Cache | None = None

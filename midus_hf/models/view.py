@@ -93,10 +93,11 @@ class ModelView:
         self.model = model
         self.decoder: Any = decoder_of(model)
         self.layers: nn.ModuleList = self.decoder.layers
-        #: What `upscale` recorded in the config; None for another model.
-        self.recorded = record_of(model.config)
-        #: The same; empty for another model.
-        self.record = self.recorded or UpscaleRecord()
+        recorded = record_of(model.config)
+        #: Whether `upscale` made it.
+        self.is_upscaled = recorded is not None
+        #: What `upscale` recorded in the config; empty for another model.
+        self.record = recorded or UpscaleRecord()
         #: Banks that memories fetch blocks from; None if none does.
         self.banks: Banks | None = getattr(model, "banks", None)
 
@@ -155,8 +156,8 @@ class ModelView:
         Raises:
             RequestError: If nothing was added.
         """
-        inserted = {*(self.memories.inserted if self.recorded is None else self.record.new_layers)}
-        names = {*(self.memories.attached if self.recorded is None else self.record.new_memories)}
+        inserted = {*(self.record.new_layers if self.is_upscaled else self.memories.inserted)}
+        names = {*(self.record.new_memories if self.is_upscaled else self.memories.attached)}
         parts: list[Part] = []
         for layer, block in enumerate(self.layers):
             if layer in inserted:

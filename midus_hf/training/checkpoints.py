@@ -236,7 +236,7 @@ def digest_sequences(trainer: Any) -> Digests:
 
 
 def check_inputs(trainer: Any, checkpoint: Path) -> None:
-    """Refuse to resume from a checkpoint of a run that read others than `trainer.inputs`.
+    """Refuse to resume from a checkpoint of a run that read others than `trainer.digests`.
 
     Held-out texts may change, unless they choose the saved model.
     """
@@ -252,7 +252,7 @@ def check_inputs(trainer: Any, checkpoint: Path) -> None:
     if not path.is_file():  # a script may have saved it
         return
     earlier = json.loads(path.read_text(encoding="utf-8"))
-    for key, parts in trainer.inputs.items():
+    for key, parts in trainer.digests.items():
         if key == "eval_text" and not arguments.load_best_model_at_end:
             continue
         for part, digest in parts.items():

@@ -186,7 +186,7 @@ def saving_to(output: Path) -> Iterator[None]:
         raise PartialSaveError(f"{kept}{error.facts}. Free some space there, and {resume_hint(output)}.") from error
 
 
-def save_model(trainer: Any, prepared: Any) -> list[str]:
+def save_run(trainer: Any, prepared: Any) -> list[str]:
     """Save the trained model, adapters merged, with dtypes and `use_cache` as loaded; all processes call this.
 
     A card among the files of `prepared`, a `Prepared`, gets a section on the training. Weights are kept if other files cannot be

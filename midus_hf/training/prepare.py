@@ -57,7 +57,7 @@ class Prepared:
         saved_dtypes: Dtypes of the model's tensors as loaded, by name, in which it is saved.
         uses_cache: `use_cache` of the config as loaded.
         files: Contents of files to save with the model, by name.
-        inputs: What checkpoints record of the model, the tree and the first day; empty in other than the main process.
+        digests: What checkpoints record of the model, the tree and the first day; empty in other than the main process.
         checkpoint: The checkpoint to resume from, if any.
         first_day: The day on which the run began, as YYYY-MM-DD.
         protection: The texts whose logits stay, if any.
@@ -70,7 +70,7 @@ class Prepared:
     saved_dtypes: dict[str, torch.dtype]
     uses_cache: bool
     files: dict[str, bytes]
-    inputs: Digests
+    digests: Digests
     checkpoint: Path | None
     first_day: str
     protection: Protection | None
@@ -108,9 +108,9 @@ def prepare(
         arguments.eval_on_start = False
     set_seed(arguments.seed)
     model, files = load_for_training(arguments, config)
-    inputs: Digests = {}
+    digests: Digests = {}
     if is_main and trains:
-        inputs = {**digest_model(model, arguments), **_digest_tree(arguments), DAY_KEY: {"day": day}}
+        digests = {**digest_model(model, arguments), **_digest_tree(arguments), DAY_KEY: {"day": day}}
     uses_cache = model.config.use_cache
     if arguments.eval_share and texts.held_out is not None:
         texts = texts._replace(held_out=measured_texts(texts.held_out, model, tokenizer, arguments))
@@ -133,7 +133,7 @@ def prepare(
         saved_dtypes=saved_dtypes,
         uses_cache=uses_cache,
         files=files,
-        inputs=inputs,
+        digests=digests,
         checkpoint=checkpoint,
         first_day=day,
         protection=protection,

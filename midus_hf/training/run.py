@@ -33,7 +33,7 @@ from midus_hf.training.output import (
     in_main_process,
     open_output,
     rates_in,
-    save_model,
+    save_run,
     saved_step,
     saving_to,
     upload_model,
@@ -71,7 +71,7 @@ def make_memory_trainer(prepared: Prepared) -> MemoryTrainer:
         texts.train,
         texts.held_out,
         saved_dtypes=prepared.saved_dtypes,
-        inputs=prepared.inputs,
+        digests=prepared.digests,
     )
 
 
@@ -106,6 +106,7 @@ def run_training(
             trainer = _make_checked_trainer(prepared, make_trainer)
         if arguments.learning_rate is None:
             _set_rates(trainer, arguments)
+        _set_epochs(trainer, arguments)
         stop = GracefulStop(trainer.largest)
         _add_callbacks(trainer, prepared, stop)
         with saving_to(Path(arguments.output_dir)), stop, without_library_bars():
@@ -161,14 +162,18 @@ def _set_rates(trainer: Any, arguments: Any) -> None:
         write_run_config(arguments)
 
 
+def _set_epochs(trainer: Any, arguments: Any) -> None:
+    """Set how many epochs a run takes that was given neither epochs nor steps; `midus sft` trains by a copy of its arguments."""
+    if arguments.num_train_epochs is None:
+        epochs = planned_epochs(arguments, len(trainer.train_dataset))
+        arguments.num_train_epochs = epochs
+        trainer.args.num_train_epochs = epochs
+
+
 def _add_callbacks(trainer: Any, prepared: Prepared, stop: GracefulStop) -> None:
-    """Set how many epochs a short run takes, and add what follows its steps."""
-    arguments = prepared.arguments
+    """Add what follows the steps of a run."""
     sequences = trainer.train_dataset
     num_sequences = None if isinstance(sequences, StreamedSequences) else len(sequences)
-    if arguments.num_train_epochs is None:
-        epochs = planned_epochs(arguments, len(sequences))
-        arguments.num_train_epochs = trainer.args.num_train_epochs = epochs
     trainer.add_callback(stop)
     if trainer.args.eval_on_start:
         trainer.add_callback(MeasureAtEnd())
@@ -206,7 +211,7 @@ def _save(trainer: Any, prepared: Prepared, stop: GracefulStop) -> None:
     arguments = prepared.arguments
     output = Path(arguments.output_dir)
     is_main = arguments.process_index == 0
-    failures = save_model(trainer, prepared)
+    failures = save_run(trainer, prepared)
     if prepared.protection is not None and is_main:
         stop.release()  # the model is saved, so a signal may end this at once
         # Without the autocast of accelerate, so that texts are computed in the dtype of the saved model.

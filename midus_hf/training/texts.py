@@ -29,9 +29,13 @@ from midus_hf.training.keys import planned_steps
 
 
 class RunTexts(NamedTuple):
-    """Training rows, held-out texts as a Trainer takes them, a phrase on what is read, the paths' tree.
+    """What a run trains on and measures.
 
-    `held_out` is None if nothing is measured.
+    Args:
+        train: Training rows: packed sequences, a stream of them, or chats.
+        held_out: Rows to measure as a Trainer takes them: a dataset, or several by name; None if nothing is measured.
+        reads: A phrase on how much is read.
+        tree: Fingerprint of the tree of topics that paths are of, if rows have paths.
     """
 
     train: Any
@@ -60,6 +64,7 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
         banks = {name: layout.with_roots(roots) for name, layout in banks.items()}
     options: dict[str, Any] = {"documents_apart": arguments.document_mask, "text_column": arguments.text_column}
     options["vocab_size"] = config.get_text_config().vocab_size
+    depth = max((max(layout.levels) for layout in banks.values()), default=None)
 
     def pack(key: str, rows: Any) -> tuple[PackedTexts, str | None]:
         if column is None or (key != "corpus" and column not in rows.column_names):
@@ -67,7 +72,6 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
         written = checked_paths(rows, banks, column, key)
         return leaf_sequences(rows, tokenizer, length, paths=written.paths, depth=depth, **options), written.tree
 
-    depth = max((max(layout.levels) for layout in banks.values()), default=None)
     train: Any
     share = arguments.eval_share
     measured = None

@@ -85,17 +85,17 @@ class MemoryTrainerMixin(AnyTrainer):
 
     Args:
         saved_dtypes: Dtypes, by name, in which processes that share parameters save tensors. Default: as they are.
-        inputs: Digests of what the run read, which checkpoints record with those of the sequences. Default: none are recorded.
+        digests: Digests of what the run read, which checkpoints record with those of the sequences. Default: none are recorded.
     """
 
     def __init__(
         self,
         *args: Any,
         saved_dtypes: dict[str, torch.dtype] | None = None,
-        inputs: Digests | None = None,
+        digests: Digests | None = None,
         **kwargs: Any,
     ):
-        self._inputs = inputs
+        self._digests = digests
         super().__init__(*args, **kwargs)
         options = self.args if isinstance(self.args, MemoryArguments) else None
         self.saved_dtypes = saved_dtypes or {}
@@ -126,9 +126,9 @@ class MemoryTrainerMixin(AnyTrainer):
         self._is_checkpointing = False
 
     @cached_property
-    def inputs(self) -> Digests:
+    def digests(self) -> Digests:
         """Digests that checkpoints record: those that were given, and of the sequences; empty if none were given."""
-        return {**self._inputs, **digest_sequences(self)} if self._inputs else {}
+        return {**self._digests, **digest_sequences(self)} if self._digests else {}
 
     @property
     def shares_parameters(self) -> bool:
@@ -322,8 +322,8 @@ class MemoryTrainerMixin(AnyTrainer):
                     self._stream.save(folder / STREAM_FILE.format(self.args.process_index))
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
-                    if self.inputs:
-                        (folder / INPUTS_FILE).write_text(json.dumps(self.inputs, indent=1) + "\n", encoding="utf-8")
+                    if self.digests:
+                        (folder / INPUTS_FILE).write_text(json.dumps(self.digests, indent=1) + "\n", encoding="utf-8")
                     finish_checkpoint(folder)
                     for step, path in checkpoints_in(folder.parent).items():
                         if limit is not None and step > self.state.global_step:

@@ -120,7 +120,7 @@ def test_unreadable_question_is_refused_in_one_line(ask, tmp_path):
         ([f"{QUESTION} <extra139>", "--plain"], ("the tokenizer yields id ", "but the model embeds 128 ids")),
         ([QUESTION], ("whose chat template refuses a single question; pass --plain to skip it: system first",)),
         ([QUESTION, "--dtype", "int8"], ("dtype is 'int8'",)),
-        (["her\udc80on"], ("'her\\udc80on', with half a character; expected text in UTF-8. Write it again.",)),
+        (["her\udc80on"], ("'her\\udc80on', with an unpaired surrogate; expected text in UTF-8. Write it again.",)),
     ):
         status, out, err = ask(model, *words)
         assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("midus ask: ")
@@ -199,7 +199,7 @@ def test_conversation_reads_turns_until_input_ends(of_chats, ask, model, monkeyp
     monkeypatch.setattr(Conversation, "_take_cache", noted)
     assert ask(folder) == (0, f"> Is it iron?\n{first}\n> And why?\n{second}\n", told)
     assert are_taken == [False, True], "the second turn goes on from the first"
-    for text, message in (("her\udc80on\n", "with half a character"), ("", "")):
+    for text, message in (("her\udc80on\n", "with an unpaired surrogate"), ("", "")):
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
         status, out, err = ask(folder)
         assert (status, out) == (2 if message else 0, "") and message in err

@@ -264,7 +264,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab12" * 1
 BANKS = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}
 # Files, what is said of their folder, and what is read in its place, if anything.
 FILES = {
-    "half a pair": ({"x.jsonl": lines(["a"]) + b'{"text": "\\ud83d"}\n'}, r"cannot be read: line 2 has half a character"),
+    "half a pair": ({"x.jsonl": lines(["a"]) + b'{"text": "\\ud83d"}\n'}, r"cannot be read: line 2 has an unpaired surrogate"),
     "no JSON": ({"x.jsonl": lines(["a"]) + b"{text\n"}, "line 2 is no JSON: .* at character 2; .* Repair the file"),
     "no objects": ({"x.jsonl": b'"a"\n"b"\n'}, "line 1 is '\"a\"'; expected an object in each line"),
     "a key twice": ({"x.jsonl": b'{"text": "a", "text": "b"}\n'}, "line 1 is no JSON: it has the key 'text' 2 times"),

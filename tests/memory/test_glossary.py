@@ -28,7 +28,10 @@ WRONG_ROWS = [
     ({"name": "a\x00b", "text": "x"}, "the name 'a\\x00b', which no text can have; expected characters that"),
     ({"name": "\u200b", "text": "x"}, "which no text can have"),
     ({"name": "a\udc80b", "text": "x"}, "which no text can have"),
-    ({"name": "a", "text": "x\ud800"}, "'x\\ud800', with half a character; expected whole ones. Write it again"),
+    (
+        {"name": "a", "text": "x\ud800"},
+        "'x\\ud800', with an unpaired surrogate; expected whole characters. Write it again",
+    ),
 ]
 
 

@@ -170,7 +170,9 @@ def chunks_of(glossary, options, tokens, chunks):
         first = max(0, done - glossary.lookback_tokens)
         row.read_before(tokens[first:done], range(first, done))
         read, opened = readings_of(row, part, range(done, done + len(part)), None)
-        readings += [(token + done, each.pack, each.position) for each in read for token in range(each.start, each.stop)]
+        readings += [
+            (token + done, each.pack, each.position) for each in read for token in range(each.start, each.stop)
+        ]
         behind += opened
         done += len(part)
     return readings, behind

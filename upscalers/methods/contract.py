@@ -115,10 +115,10 @@ class Method(ABC):
         return asdict(self.options)
 
     def check(self, base: BaseCheckpoint) -> None:  # noqa: B027 - most methods take any base
-        """Refuse, with a `RequestError`, a base that the method cannot upscale."""
+        """Refuse, with a `RequestError`, a base that the method cannot upscale; what only weights tell is checked by `surgery`."""
 
     def check_machine(self) -> None:  # noqa: B027 - most methods need nothing special
-        """Refuse, with a `RequestError`, a missing package or device; dry runs skip this check."""
+        """Refuse, with a `RequestError`, a missing package, device or corpus, which a dry run does not need."""
 
     def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
         """Return the layer plan.

@@ -18,6 +18,7 @@ from upscalers.checkpoint.source import (
     total_bank_bytes,
 )
 from upscalers.methods.contract import Method, get_method, with_corpus
+from upscalers.plan import Plan
 from upscalers.record.provenance import Bytes, Done, PushError, UpscaleReport
 from upscalers.request import Progress, Request, one_line, parse_options
 from upscalers.runs.training_cost import training_cost
@@ -54,12 +55,9 @@ def upscale(*, progress: Progress | None = None, **keys: Any) -> UpscaleReport:
 
     name = str(request.base)
     plan = None
+    if not request.dry_run and not local.is_dir():
+        name, plan = _plan_before_download(request, method)
     if not request.dry_run:
-        if not local.is_dir():
-            with resolve_source(name, config_only=True, needs=method.needs) as source:
-                # What a dry run refuses is refused before the download.
-                plan = plan_upscaling(request, method, source, needs_weights=False).plan
-                name = source.hub_id or name
         method.check_machine()
         if request.push_to_hub:
             check_account(request.push_to_hub)
@@ -100,6 +98,13 @@ def _choose_method(request: Request) -> Method:
     if (corpus := getattr(options, "corpus", None)) is not None:
         check_sources([("corpus", corpus)])
     return method(options)
+
+
+def _plan_before_download(request: Request, method: Method) -> tuple[str, Plan]:
+    """Return the Hub's own name of the base, and the plan; refuse what a dry run refuses."""
+    with resolve_source(str(request.base), config_only=True, needs=method.needs) as source:
+        plan = plan_upscaling(request, method, source, needs_weights=False).plan
+        return source.hub_id or str(request.base), plan
 
 
 def _announce(upscaling: Upscaling, progress: Progress) -> None:

@@ -144,13 +144,14 @@ class MidusHmlMemory(RetrievalMemory):
         shape = attention_output.shape[:-1]
         tokens = math.prod(shape)  # S = B * T; `numel` would fix the sizes of a traced graph
         flat = attention_output.reshape(tokens, self.num_heads, self.head_dim)  # [S, H, d]
-        query, by_head = self.addressed(flat, real=real), None
+        query = self.addressed(flat, real=real)
+        residual_by_head = None
         if residual is not None:
-            by_head = residual.reshape(tokens, self.num_heads, self.value_dim)
+            residual_by_head = residual.reshape(tokens, self.num_heads, self.value_dim)
         expanded = None if self.decode_cache is None else self.decode_cache.read(self, attention_output)
         bank, transform = (self.value_bank, self.value_transform) if expanded is None else (expanded, None)
         keys = (self.row_keys, self.column_keys)
-        output = headwise_memory(query, *keys, bank, transform, self.k, residual=by_head)  # [S, H, D / H]
+        output = headwise_memory(query, *keys, bank, transform, self.k, residual=residual_by_head)  # [S, H, D / H]
         return output.reshape(*shape, self.num_heads * self.value_dim)
 
     @package_only

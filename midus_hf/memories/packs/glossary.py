@@ -80,7 +80,7 @@ def entry_of(row: Mapping[str, Any], where: str) -> Entry:
             )
     if not is_text(text):
         raise RequestError(
-            f"{where} has the text {text!r:.60}, with half a character; expected whole ones. Write it again as UTF-8."
+            f"{where} has the text {text!r:.60}, with an unpaired surrogate; expected whole characters. Write it again as UTF-8."
         )
     return Entry(tuple(dict.fromkeys(name.strip() for name in names)), text, bool(exact))
 

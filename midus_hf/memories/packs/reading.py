@@ -32,11 +32,11 @@ class Pack(NamedTuple):
 
 
 class TextIds(NamedTuple):
-    """Ids that are read for a pack: before it, of its texts, and the words of the message after them."""
+    """Ids that are read for a pack, in this order."""
 
-    prefix: tuple[int, ...]
-    text: tuple[int, ...]
-    words: tuple[int, ...]
+    prefix: tuple[int, ...]  # before the texts, such as those of a chat; read, and not part of the pack
+    text: tuple[int, ...]  # of the entries
+    words: tuple[int, ...]  # of the user's turn before the name
 
 
 class Recording:
@@ -44,7 +44,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.heads: dict[int, KeysAndValues] = {}
-        self.turns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def note(
         self, layer: int, attention: Any, key: torch.Tensor, value: torch.Tensor, rotation: Rotation | None
@@ -58,7 +58,7 @@ class Recording:
         if rotation is None or not attention.config.rotates:
             none = torch.zeros_like(key[:, 0])
             rotation = none + 1, none
-        self.turns[layer] = rotation
+        self.rotations[layer] = rotation
 
     def in_order(self) -> list[KeysAndValues]:
         """Return keys and values by layer."""
@@ -81,10 +81,10 @@ class PackReader:
         if self._angles is None or self._angles[0] != dtype:
             powers = [[1 << power for power in range(_LATEST_POSITION.bit_length())]]
             positions = torch.tensor(powers, device=device)
-            turns = record_pass(run, torch.zeros_like(positions), positions).turns
+            rotations = record_pass(run, torch.zeros_like(positions), positions).rotations
             found = []
-            for layer in sorted(turns):
-                cos, sin = (part[0].double().cpu() for part in turns[layer])  # [T, r]
+            for layer in sorted(rotations):
+                cos, sin = (part[0].double().cpu() for part in rotations[layer])  # [T, r]
                 angle = torch.atan2(sin[0], cos[0])
                 for at in range(1, len(cos)):
                     within = torch.atan2(sin[at], cos[at])

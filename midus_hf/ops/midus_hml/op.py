@@ -40,7 +40,7 @@ MAX_EXPANDED = 1 << 28
 
 _FEW_SCORES = 4096
 # Tokens per slot from which on each implementation expands the bank. For fewer, C transforms gathered values in the cache.
-_TIMES_EXPANDED = {"native": 3, "torch": 1, "triton": 1}
+_TOKENS_PER_SLOT_EXPANDED = {"native": 3, "torch": 1, "triton": 1}
 
 
 def reference_headwise_memory(
@@ -122,7 +122,10 @@ def headwise_memory(
         tokens = math.prod(query.shape[:-2])
         if value_transform is not None:
             value_transform = value_transform.to(query.dtype)
-            if tokens >= _TIMES_EXPANDED[body] * len(value_bank) and heads * value_bank.numel() <= MAX_EXPANDED:
+            if (
+                tokens >= _TOKENS_PER_SLOT_EXPANDED[body] * len(value_bank)
+                and heads * value_bank.numel() <= MAX_EXPANDED
+            ):
                 value_bank, value_transform = expand_values(value_bank, value_transform), None
         shape = (tokens, heads, value_bank.shape[-1])
         added = None if residual is None else residual.reshape(shape)

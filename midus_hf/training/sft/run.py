@@ -102,7 +102,7 @@ def make_sft_trainer(prepared: Prepared) -> "SftTrainer":
         eval_dataset=texts.held_out,
         first_day=prepared.first_day,
         saved_dtypes=prepared.saved_dtypes,
-        inputs=prepared.inputs,
+        digests=prepared.digests,
     )
     if options.assistant_only_loss:
         _stop_after_answers(model, tokenizer, trainer.first_labels)

@@ -17,7 +17,9 @@ OP = OPS["head-wise memory, shared bank"]
 def expands(monkeypatch, whether):
     """Let values be transformed before they are gathered, or behind."""
     name, value = (
-        ("_TIMES_EXPANDED", dict.fromkeys(("native", "torch", "triton"), 0)) if whether else ("MAX_EXPANDED", 0)
+        ("_TOKENS_PER_SLOT_EXPANDED", dict.fromkeys(("native", "torch", "triton"), 0))
+        if whether
+        else ("MAX_EXPANDED", 0)
     )
     monkeypatch.setitem(headwise_memory.__globals__, name, value)
 
