@@ -71,7 +71,7 @@ def test_a_result_has_the_losses_on_the_way(dictionary, tmp_path, monkeypatch, c
     assert result.seed == 3
     assert result.tokens == [64, 128, 192, 256]
     assert len(result.validation) == len(result.held_out) == 4
-    assert result.learning_rate == 2e-3
+    assert result.learning_rate == 4e-3
     capsys.readouterr()
     from_scratch.main()
     assert "$" not in capsys.readouterr().out, "a run whose result is there is not repeated"
