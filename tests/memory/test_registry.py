@@ -28,7 +28,8 @@ def test_every_layer_has_its_declared_tensors():
         blocks = options.fetched(SIZES) if isinstance(options, HierarchicalOptions) else None
         fetched = [tensor for tensors in blocks.levels for tensor in tensors.values()] if blocks else []
         roles = {tensor.role for tensor in (*options.tensors(SIZES).values(), *shared, *fetched)}
-        assert (roles & {"value", "gate"} or name == "packs") and memory.__doc__, name
+        assert roles & {"value", "gate"} or name == "packs", name
+        assert memory.__doc__, name
 
 
 def test_second_layer_of_options_is_refused_unless_redefined(monkeypatch):
@@ -114,4 +115,5 @@ def test_loaded_parameter_is_not_initialised_again():
     memory.value_bank = filled
     keys = memory.row_keys.clone()
     memory.reset_parameters()
-    assert memory.value_bank.all() and not torch.equal(memory.row_keys, keys)
+    assert memory.value_bank.all()
+    assert not torch.equal(memory.row_keys, keys)

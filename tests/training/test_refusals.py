@@ -282,7 +282,8 @@ def test_wrong_run_is_refused_in_one_line(command, words, message, room, monkeyp
     out, err = capsys.readouterr()
     with refused(f"^midus {'train' if command is main else 'sft'}: .*{message}"):
         raise ValueError(err.splitlines()[-1])
-    assert out == "" and sorted(room.rglob("*")) == before
+    assert out == ""
+    assert sorted(room.rglob("*")) == before
 
 
 def test_unreachable_hub_is_refused_in_one_line(words, tmp_path, capsys):
@@ -325,7 +326,9 @@ def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
     read.fsdp_config = {"api_key": "opensesame"}
     copied = pickle.loads(pickle.dumps(read))
     for shown in (str(read), repr(read), repr(read.recorded()), read.to_json_string(), repr(copied)):
-        assert "<hidden>" in shown and "opensesame" not in shown and "Planted" not in shown
+        assert "<hidden>" in shown
+        assert "opensesame" not in shown
+        assert "Planted" not in shown
     assert copy.copy(read).hub_token == "opensesame"
 
 
@@ -351,7 +354,8 @@ def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
 )
 def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recipe):
     value = getattr(read_arguments(TrainArguments, [str(recipe), *flags]), key)
-    assert value == expected and type(value) is type(expected)
+    assert value == expected
+    assert type(value) is type(expected)
 
 
 def test_adapters_flag_replaces_trainable_with_a_note(recipe, capsys):
@@ -370,7 +374,8 @@ def test_flag_gives_the_number_that_a_recipe_gives(word, recipe):
     of_recipe = read_arguments(TrainArguments, [str(recipe)])
     numbers = {"010": 10, "0x10": 16, "0o10": 8, "12.0": 12}
     assert read.max_steps == of_recipe.max_steps == read.learning_rate == numbers.get(word, 1000)
-    assert type(read.max_steps) is int and type(of_recipe.learning_rate) is float
+    assert type(read.max_steps) is int
+    assert type(of_recipe.learning_rate) is float
 
 
 @pytest.mark.parametrize("kind", [TrainArguments, SftArguments])
@@ -392,7 +397,8 @@ def test_help_describes_our_keys_once(main, kind, texts, recomputes, capsys):
     entries = dict(re.findall(r"^  --(\w+) (.*(?:\n {10}.*)*)", shown, re.MULTILINE))
     fields = {field.name for field in dataclasses.fields(kind)}
     assert entries.keys() - {"no_assistant_only_loss"} == {*fields, "model", "output"}
-    assert all(entries[name].count("Default:") == 1 for name in fields) and "(default:" not in shown
+    assert all(entries[name].count("Default:") == 1 for name in fields)
+    assert "(default:" not in shown
     assert entries["activation_checkpointing"].endswith(f"Default: {recomputes}.")
     end = " ".join(shown.split()).partition(" work too, spelled as there, among them ")[2]
     assert {*re.findall(r"\w*_\w+", end)} <= {field.name for field in dataclasses.fields(TrainArguments)}

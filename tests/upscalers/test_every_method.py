@@ -50,7 +50,8 @@ def make(tmp_path_factory):
         base = save_base(folder / "base", family, DTYPES[number % 3], **shards)
         before = file_digests(base)
         report = upscale(base=base, output=folder / "out", max_shard_size="40KB", verify=True, **KINDS[kind])
-        assert file_digests(base) == before and sorted(path.name for path in folder.iterdir()) == ["base", "out"]
+        assert file_digests(base) == before
+        assert sorted(path.name for path in folder.iterdir()) == ["base", "out"]
         return Made(kind, base, folder / "out", report)
 
     return made
@@ -94,14 +95,16 @@ def computed(folder: Path, dtype: torch.dtype | str = "auto") -> torch.Tensor:
 @of_all
 def test_new_model_equals_its_base_if_promised(made):
     report, identical = made.report, made.kind not in DIFFERING
-    assert report.promises_identity is identical and report.identity.checked == "logits"
+    assert report.promises_identity is identical
+    assert report.identity.checked == "logits"
     assert (report.identity.max_abs_diff == 0.0) == (report.kl_divergence == 0.0) == identical
     assert torch.equal(computed(made.output), logits(made.base)) == identical
     card = (made.output / "README.md").read_text()
     assert (EXACT in card, OTHERWISE in card) == (identical, not identical)
     if identical and made.kind in PLAIN:
         (dtype, text), (base_dtype, base_text) = generated(made.output), generated(made.base)
-        assert dtype == base_dtype and torch.equal(text, base_text)
+        assert dtype == base_dtype
+        assert torch.equal(text, base_text)
 
 
 @of_each_method
@@ -124,7 +127,8 @@ def test_dry_run_reports_what_the_run_reports(made, tmp_path):
 def test_config_record_and_inspect_agree(made):
     report, entry, inspected = made.report, made.config["upscale"], inspect_checkpoint(made.output)
     record, options = record_of(made.output), KINDS[made.kind].get("options", {})
-    assert record.items() >= entry.items() and record["parameters"] == asdict(report.parameters)
+    assert record.items() >= entry.items()
+    assert record["parameters"] == asdict(report.parameters)
     assert (entry["method"], entry["new_layers"]) == (report.method, report.new_layer_indices)
     assert entry["base_sha256"] == content_digest(read_tensors(made.base))
     assert entry["base_config"] == config_of(made.base)
@@ -132,7 +136,8 @@ def test_config_record_and_inspect_agree(made):
     if made.kind in REQUESTS:  # a dense method makes a model of the base's own class, without code
         follows = ("num_hidden_layers", "layer_types", "upscale")
         own, before = ({**config, **dict.fromkeys(follows)} for config in (made.config, entry["base_config"]))
-        assert own == before and entry["trainable"] == ("all" if made.kind in ("solar", "stack") else "new")
+        assert own == before
+        assert entry["trainable"] == ("all" if made.kind in ("solar", "stack") else "new")
         assert not list(made.output.glob("*.py"))
         assert "trust_remote_code" not in (made.output / "README.md").read_text()
     assert {key: inspected["parameters"][key] for key in ("total", "new")}.items() <= asdict(report.parameters).items()
@@ -145,7 +150,8 @@ def test_config_record_and_inspect_agree(made):
         known = {"type", "site", "layers", *entry["options"]} | named
         # Options of only one site, and of what engram is made from.
         made_from = {"span", "corpus", "compress", "min_documents", "names"}
-        assert known - made_from <= memory.keys() <= known and inspected["memory"] == [memory]
+        assert known - made_from <= memory.keys() <= known
+        assert inspected["memory"] == [memory]
         assert all(memory.get(key, value) == value for key, value in entry["options"].items() if key != "layers")
         assert entry.get("new_memories", []) == [memory[key] for key in named]
 
@@ -220,11 +226,13 @@ def test_second_method_keeps_what_the_first_trained(first, second, make, tmp_pat
     for name in ("twice", "acting"):
         stripped = tmp_path / f"{name} stripped"
         assert strip(tmp_path / name, stripped)["base_confirmed"] is True
-        assert same_tensors(stripped, once) and file_digests(stripped / BANKS_FOLDER) == banks
+        assert same_tensors(stripped, once)
+        assert file_digests(stripped / BANKS_FOLDER) == banks
         assert (stripped / "config.json").read_bytes() == (once / "config.json").read_bytes()
     assert torch.equal(computed(tmp_path / "twice stripped"), expected)
     assert strip(tmp_path / "twice stripped", tmp_path / "bare")["base_confirmed"] is True
-    assert same_tensors(tmp_path / "bare", made.base) and not (tmp_path / "bare" / BANKS_FOLDER).exists()
+    assert same_tensors(tmp_path / "bare", made.base)
+    assert not (tmp_path / "bare" / BANKS_FOLDER).exists()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in (*PLAIN, "moda, reused") if kind not in REQUESTS])

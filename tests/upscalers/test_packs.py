@@ -94,7 +94,8 @@ def test_the_checkpoint_holds_texts(base, model, tmp_path):
         {"name": ["word20 word21", "word22"], "text": "word9 word10 word11"},
         {"name": ["word30"], "text": "word12"},
     ]
-    assert not (model / "memory_bank").exists() and same_tensors(model, base)
+    assert not (model / "memory_bank").exists()
+    assert same_tensors(model, base)
     assert "bank" not in inspect_checkpoint(model)["parameters"], "texts are no parameters"
     assert not torch.equal(logits(model, [5, 50]), logits(base, [5, 50]))
     assert torch.equal(logits(model, [6, 50]), logits(base, [6, 50]))
@@ -185,9 +186,11 @@ def test_edits_check_protected_texts_or_end_their_record(base, tmp_path, run):
     said = "protected texts (texts.txt) are not checked against the new names; the model no longer records that they contain"
     for command in ("add", "replace"):
         records, told = edited(command, more[command])
-        assert records == [None] * 3 and told == f"{said} no name. Pass --protect to check them.\n"
+        assert records == [None] * 3
+        assert told == f"{said} no name. Pass --protect to check them.\n"
         others, told = edited(command, more[command], "--protect", tmp_path / "others.txt")
-        assert others == ["others.txt"] * 3 and told.endswith("others.txt\n")
+        assert others == ["others.txt"] * 3
+        assert told.endswith("others.txt\n")
     words = ["add", model, "--corpus", glossary(tmp_path, new), "--output", tmp_path / "no"]
     told = run(*words, "--protect", tmp_path / "texts.txt", status=2).err
     assert "texts.txt contain names of the glossary: 'word40' (1 text); expected none" in told
@@ -282,10 +285,10 @@ def test_synced_glossary_is_that_of_a_new_upscaling(base, model, tmp_path, run):
     result = json.loads(run("sync", folder, "--corpus", file, "--json").out)
     made(base, tmp_path, rows)
     assert (folder / "glossary.jsonl").read_bytes() == (tmp_path / "out" / "glossary.jsonl").read_bytes()
-    assert result["added"] == [["word40"], ["word44"]] and result["replaced"] == [["word6", "word22"]]
-    assert result["deleted"] == [["word5"]] and result["entries"] == [
-        list(each["names"]) for each in list_entries(folder)["entries"]
-    ]
+    assert result["added"] == [["word40"], ["word44"]]
+    assert result["replaced"] == [["word6", "word22"]]
+    assert result["deleted"] == [["word5"]]
+    assert result["entries"] == [list(each["names"]) for each in list_entries(folder)["entries"]]
     assert {"remains", "copies", "searched"} <= result.keys()
     before = [(path.name, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
     assert run("sync", folder, "--corpus", file).out == f"{folder}: the glossary is that of the corpus already\n"
@@ -487,7 +490,8 @@ def test_list_shows_what_a_model_has(base, model, tmp_path, run):
         shown = run("list", tmp_path / "both", "--json", *(["--memory", words] if words else [])).out
         assert kinds == {"entries", "memories"} & json.loads(shown).keys()
     shown = run("list", tmp_path / "both").out
-    assert "3 entries of" in shown and "memory chapters at" in shown
+    assert "3 entries of" in shown
+    assert "memory chapters at" in shown
     lacks = (
         "has no memory of type 'packs' or 'moc', whose entries or chapters could be listed; its memories are: none."
     )
@@ -624,4 +628,5 @@ def test_touched_tells_from_ids_what_an_entry_can_change(base, model, tmp_path, 
     assert "1 untouched documents computed: their logits are the same" in capsys.readouterr().out
     assert look([*words, "--prove", "--json"]) in (0, None)
     report = json.loads(capsys.readouterr().out)
-    assert report["proven"] == 1 and [len(digest) for digest in report["sha256"].values()] == [64]
+    assert report["proven"] == 1
+    assert [len(digest) for digest in report["sha256"].values()] == [64]
