@@ -103,8 +103,7 @@ def test_keys_of_mappings_are_text(tmp_path):
 def test_values_are_converted_to_the_types_of_their_keys(tmp_path):
     path = write(tmp_path, "model: m\ntext: t\nrate: 3e-5\nsteps: 1e3\nrates: [1e-4, 2]")
     settings = options_from_files(Settings, [path])
-    assert settings.rate == 3e-5
-    assert settings.steps == 1000
+    assert (settings.rate, settings.steps) == (3e-5, 1000)
     assert isinstance(settings.steps, int)
     assert from_mapping(Settings, {**NEEDED, "steps": 2**60 + 1}).steps == 2**60 + 1
     assert settings.rates == [1e-4, 2.0]

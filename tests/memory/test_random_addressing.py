@@ -100,8 +100,7 @@ def test_random_directions_keep_lengths(dtype):
     vectors = torch.randn(50, 8, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
     torch.manual_seed(0)
     drawn = random_directions(vectors)
-    assert drawn.dtype == dtype
-    assert drawn.shape == vectors.shape
+    assert (drawn.dtype, drawn.shape) == (dtype, vectors.shape)
     assert not drawn.requires_grad
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
     lengths = [of.detach().double().norm(dim=-1) for of in (drawn, vectors)]

@@ -61,8 +61,7 @@ def test_only_new_tensors_move_and_the_model_loads(family, upscaled, config_for,
     logits = AutoModelForCausalLM.from_pretrained(source).train()(input_ids=batch["input_ids"]).logits
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
     result = run.execute()
-    assert result.steps == 6
-    assert result.tokens == 6 * 2 * 16
+    assert (result.steps, result.tokens) == (6, 6 * 2 * 16)
     assert logged(trained)[0] == pytest.approx(expected.item(), rel=1e-6)
     assert moved(source, trained) == {name for name in weights(source) if is_new(name)} != set()
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, trained))

@@ -154,8 +154,7 @@ FETCHED = {"hier-ffn": 96, "hier-lora-qk": 112, "hier-lora-vo": 112, "hier-lora-
 def test_empty_bank_is_outside_the_checkpoint(kind, tmp_path):
     base, fetched = save_base(tmp_path / "base", dtype=torch.bfloat16), FETCHED[kind]
     counts = with_memory(base, tmp_path / "out", method=kind, options=SMALL_TREE).parameters
-    assert counts.fetched == 4 * 5 * fetched
-    assert counts.bank == 4 * (3 * 3 + 2 * 27) * fetched
+    assert (counts.fetched, counts.bank) == (4 * 5 * fetched, 4 * (3 * 3 + 2 * 27) * fetched)
     model = load(tmp_path / "out")
     bank = model.banks.bank(kind)
     assert same_tensors(tmp_path / "out", base)

@@ -83,8 +83,7 @@ def test_numbers_arrive_on_the_device(count):
     numbers = [ends[index % len(ends)] for index in range(count)]
     like = torch.zeros(1, device=DEVICE)
     result = device_numbers(numbers, like)
-    assert result.dtype == torch.int64
-    assert result.device == like.device
+    assert (result.dtype, result.device) == (torch.int64, like.device)
     assert result.tolist() == numbers
 
 
@@ -98,7 +97,7 @@ def test_any_numbers_need_one_compiled_kernel(monkeypatch):
 
     monkeypatch.setattr(kernels_of_depth, "write_numbers_kernel", Caught())
     device_numbers([0, 1, 16, -16, 1 << 40, -(1 << 60)], torch.zeros(1, device=DEVICE))
-    assert (len(passed), len(passed[0])) == (1, 16)
+    assert [len(each) for each in passed] == [16]
     assert all(number % 2 and 1 << 32 < number < 1 << 63 for number in passed[0])
 
 
