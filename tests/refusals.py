@@ -22,13 +22,24 @@ class Refusal:
         return " ".join(map(str, self.asked)) if isinstance(self.asked, list) else str(self.asked)
 
 
+Mutation = Callable[[Path], Any]
+
+
 @dataclass(frozen=True)
 class Spoilt(Refusal):
     """`asked` says in words what `spoil` does to the folder of a model."""
 
-    spoil: Callable[[Path], Any]
+    spoil: Mutation
 
 
 def each(rows: Iterable[Any]) -> pytest.MarkDecorator:
     """Make a test of each row, its parameter `row`."""
     return pytest.mark.parametrize("row", rows, ids=str)
+
+
+def remove(name: str) -> Mutation:
+    return lambda folder: (folder / name).unlink()
+
+
+def replace(name: str, text: str) -> Mutation:
+    return lambda folder: (folder / name).write_text(text)

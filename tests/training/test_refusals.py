@@ -6,7 +6,7 @@ import math
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import Refusal, Spoilt, each
+from refusals import Refusal, Spoilt, each, remove, replace
 from safetensors.torch import load_file, save_file
 from training.tiny_run import PreparedRun, refused, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -223,14 +223,6 @@ def remove_values(model: Path) -> None:
 def remove_tokenizer(model: Path) -> None:
     for path in model.glob("tokenizer*"):
         path.unlink()
-
-
-def remove(name: str) -> Callable[[Path], None]:
-    return lambda model: (model / name).unlink()
-
-
-def replace(name: str, text: str) -> Callable[[Path], Any]:
-    return lambda model: (model / name).write_text(text)
 
 
 NO_MODEL = "^model_name_or_path is '.*model'.*expected the folder or Hub id of a language model: "
