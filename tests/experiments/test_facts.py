@@ -72,11 +72,12 @@ def test_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     assert model["right"]["one of four"][1] == len(few)
 
 
-def test_lines_of_lists_and_repeated_tokens_are_counted(monkeypatch):
-    model = asked.Asked.__new__(asked.Asked)
-    model.in_front = asked.InFront([{"name": "iron", "text": "A metal."}], asked.the_text)
+def test_lines_of_lists_and_repeated_tokens_are_counted(models, monkeypatch):
+    in_front = asked.InFront([{"name": "iron", "text": "A metal."}], asked.the_text)
+    model = asked.Asked(str(models[0])).behind(in_front)
     model.tokenizer = lambda texts: {"input_ids": [[1, 2, 3, 4, 1, 2, 3, 4]]}
-    prompts, made = [], [" Gold: 79\n- gold: 79\n- iron: 26\n- tin: 5\nSee tin\n- zinc: 30"]
+    prompts = []
+    made = [" Gold: 79\n- gold: 79\n- iron: 26\n- tin: 5\nSee tin\n- zinc: 30"]
     monkeypatch.setattr(model, "continued", lambda texts, tokens: prompts.extend(texts) or made)
     numbers = {"oxygen": 8, "iron": 26, "gold": 79, "tin": 50, "zinc": 30}
     known = [{"name": name, "number": number} for name, number in numbers.items()]
@@ -127,9 +128,9 @@ def test_conversations_ask_for_what_texts_say():
             assert not kind.startswith("linked") or not each.is_right(linked)
 
 
-def test_chat_has_the_messages_before_a_question(tmp_path):
-    model = asked.Asked.__new__(asked.Asked)
-    model.in_front = asked.InFront([{"name": "Vesper", "text": "In hall 4."}], asked.the_name_and_text)
+def test_chat_has_the_messages_before_a_question(models):
+    in_front = asked.InFront([{"name": "Vesper", "text": "In hall 4."}], asked.the_name_and_text)
+    model = asked.Asked(str(models[0])).behind(in_front)
     question = questions.Question("When?", None, is_chat=True, before=("Where is Vesper?", "Vesper is in hall 4."))
     assert model._messages(question) == [
         {"role": "user", "content": "Vesper: In hall 4.\n\nWhere is Vesper?"},

@@ -124,36 +124,47 @@ def test_dry_run_reports_what_the_run_reports(made, tmp_path):
 
 
 @of_each_method
-def test_config_record_and_inspect_agree(made):
-    report, entry, inspected = made.report, made.config["upscale"], inspect_checkpoint(made.output)
-    record, options = record_of(made.output), KINDS[made.kind].get("options", {})
+def test_config_and_record_agree_with_the_report(made):
+    report, entry = made.report, made.config["upscale"]
+    record = record_of(made.output)
     assert record.items() >= entry.items()
     assert record["parameters"] == asdict(report.parameters)
     assert (entry["method"], entry["new_layers"]) == (report.method, report.new_layer_indices)
     assert entry["base_sha256"] == content_digest(read_tensors(made.base))
     assert entry["base_config"] == config_of(made.base)
     assert len(entry["plan"]) == made.config["num_hidden_layers"] == report.num_layers
-    if made.kind in REQUESTS:  # a dense method makes a model of the base's own class, without code
-        follows = ("num_hidden_layers", "layer_types", "upscale")
-        own, before = ({**config, **dict.fromkeys(follows)} for config in (made.config, entry["base_config"]))
-        assert own == before
-        assert entry["trainable"] == ("all" if made.kind in ("solar", "stack") else "new")
-        assert not list(made.output.glob("*.py"))
-        assert "trust_remote_code" not in (made.output / "README.md").read_text()
+
+
+@of_each_method
+def test_inspect_agrees_with_the_report(made):
+    report, inspected = made.report, inspect_checkpoint(made.output)
     assert {key: inspected["parameters"][key] for key in ("total", "new")}.items() <= asdict(report.parameters).items()
     assert [row["index"] for row in inspected["layers"] if row["new"]] == report.new_layer_indices
     assert (inspected["method"], inspected["base"]) == (report.method, made.base.name)
-    assert inspected["options"].items() >= options.items()
-    if "memory" in made.config:
-        (memory,) = made.config["memory"]
-        named = {"name"} if memory["site"] != "inserted" else set()
-        known = {"type", "site", "layers", *entry["options"]} | named
-        # Options of only one site, and of what engram is made from.
-        made_from = {"span", "corpus", "compress", "min_documents", "names"}
-        assert known - made_from <= memory.keys() <= known
-        assert inspected["memory"] == [memory]
-        assert all(memory.get(key, value) == value for key, value in entry["options"].items() if key != "layers")
-        assert entry.get("new_memories", []) == [memory[key] for key in named]
+    assert inspected["options"].items() >= KINDS[made.kind]["options"].items()
+    assert inspected.get("memory") == made.config.get("memory")
+
+
+@each_of(REQUESTS)
+def test_dense_model_is_of_its_base_class_without_code(made):
+    entry = made.config["upscale"]
+    follows = dict.fromkeys(("num_hidden_layers", "layer_types", "upscale"))
+    assert {**made.config, **follows} == {**entry["base_config"], **follows}
+    assert entry["trainable"] == ("all" if made.kind in ("solar", "stack") else "new")
+    assert not list(made.output.glob("*.py"))
+    assert "trust_remote_code" not in (made.output / "README.md").read_text()
+
+
+@each_of(kind for kind in PLAIN if kind not in REQUESTS)
+def test_config_has_one_entry_with_the_memory_options(made):
+    entry, (memory,) = made.config["upscale"], made.config["memory"]
+    named = {"name"} if memory["site"] != "inserted" else set()
+    known = {"type", "site", "layers", *entry["options"]} | named
+    # Options of only one site, and of what engram is made from.
+    made_from = {"span", "corpus", "compress", "min_documents", "names"}
+    assert known - made_from <= memory.keys() <= known
+    assert all(memory.get(key, value) == value for key, value in entry["options"].items() if key != "layers")
+    assert entry.get("new_memories", []) == [memory[key] for key in named]
 
 
 @of_each_method
