@@ -20,8 +20,7 @@ def test_entries_state_what_is_asked():
     assert [each["number"] for each in known] == list(range(1, 119))
     assert all(str(each["number"]) in each["text"] and each["symbol"] in each["text"] for each in known)
     countries = entries.entries_of_countries()
-    assert len(countries) == 60
-    assert all(each["text"].count("\n") == 4 for each in countries)
+    assert [each["text"].count("\n") for each in countries] == [4] * 60
     products = entries.entries_of_products()
     assert len({each["port"] for each in products}) == len({each["name"] for each in products}) == 20
     assert all(each["text"].count(str(each["port"])) == 2 for each in products)

@@ -109,11 +109,9 @@ def test_summary_names_what_was_done(command, base, tmp_path):
     words = ("midus_llama", "6, new: 1, 4", "logits: largest difference 0", "trainable", "written")
     assert (done.status, done.err) == (0, "")
     assert all(word in done.out for word in words)
-    planned = command("--base", base / "config.json", *usual, "--dry-run")
-    assert planned.status == 0
+    planned = command("--base", base / "config.json", *usual, "--dry-run").succeeded()
     assert all(word in planned.out for word in ("(none: dry run)", "would write"))
-    elsewhere = command("--base", base, *usual, "--dry-run", "--output", tmp_path / "a" / "b")
-    assert elsewhere.status == 0
+    command("--base", base, *usual, "--dry-run", "--output", tmp_path / "a" / "b").succeeded()
     assert not (tmp_path / "a").exists()
     inside = command("--base", base, *usual, "--dry-run", "--output", base)
     assert inside.status == 2

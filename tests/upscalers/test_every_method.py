@@ -197,13 +197,11 @@ def test_trained_model_reloads_and_strips_by_its_config(made, tmp_path):
 @of_each_method
 def test_card_command_reproduces_the_model(made, command, tmp_path):
     usual = ("--base", made.base, "--max-shard-size", "40KB")
-    done = command(*usual, *arguments_of(made.kind), "--output", tmp_path / "out", "--verify", "--json")
-    assert done.status == 0, done.err
+    done = command(*usual, *arguments_of(made.kind), "--output", tmp_path / "out", "--verify", "--json").succeeded()
     assert done.json()["parameters"] == made.report.to_dict()["parameters"]
     assert file_digests(tmp_path / "out", RECORD) == file_digests(made.output, RECORD)
     (tmp_path / "recipe.yaml").write_text(recipe_of(made.output))
-    again = command(*usual, "--config", tmp_path / "recipe.yaml", "--output", tmp_path / "again", "--no-verify")
-    assert again.status == 0, again.err
+    command(*usual, "--config", tmp_path / "recipe.yaml", "--output", tmp_path / "again", "--no-verify").succeeded()
     others = (*RECORD, "README.md")
     assert file_digests(tmp_path / "again", others) == file_digests(made.output, others)
     if made.report.measurements == []:  # others are timed

@@ -47,8 +47,7 @@ def base(tmp_path):
 def test_base_is_downloaded_and_result_uploaded(base, hub, command, tmp_path):
     hub.repositories["org/base"] = Repository(files_of(base))
     words = ("--max-shard-size", "60KB", "--push-to-hub", "me/upscaled", "--json")
-    done = command("--base", "org/base", *REQUEST[:-1], *words)
-    assert done.status == 0, done.err
+    done = command("--base", "org/base", *REQUEST[:-1], *words).succeeded()
     assert done.json()["base"] == "org/base", done.err
     assert hub.downloaded("org/base") == files_of(base).keys() - {"pytorch_model.bin"}
     assert hub.repositories["me/upscaled"].files == files_of(tmp_path / "out")

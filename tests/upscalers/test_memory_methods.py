@@ -119,13 +119,11 @@ def test_non_causal_model_is_reported_everywhere(command, base, tmp_path):
     def upscaled(output, routing: str) -> str:
         options = {**SMALL_CHAPTERS, "layers": [1], "routing": routing}
         words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
-        done = command("--base", base, "--method", "moc", "--output", output, "--no-verify", *words)
-        assert done.status == 0, done.err
+        done = command("--base", base, "--method", "moc", "--output", output, "--no-verify", *words).succeeded()
         return done.err
 
     out = tmp_path / "out"
-    planned = command("--base", base, "--method", "moc", "--dry-run", "--set", "preset=paper")
-    assert planned.status == 0
+    planned = command("--base", base, "--method", "moc", "--dry-run", "--set", "preset=paper").succeeded()
     assert f"upscale: warning: {NOT_CAUSAL}" in planned.err
     assert f"upscale: warning: {NOT_CAUSAL}" in upscaled(out, "sequence")
     assert f"{HEADING}\n\n- {NOT_CAUSAL}" in (out / "README.md").read_text()
@@ -242,7 +240,6 @@ def test_carried_banks_count_for_disk_space(base, command, tmp_path, monkeypatch
 
 def test_chapter_edit_copies_banks(once, in_process, tmp_path):
     unverified(once, tmp_path / "twice", method="moc", options={})
-    done = in_process(edit.main, "prune", tmp_path / "twice", "--chapters", "1", "--output", tmp_path / "edited")
-    assert done.status == 0, done.err
+    in_process(edit.main, "prune", tmp_path / "twice", "--chapters", "1", "--output", tmp_path / "edited").succeeded()
     assert file_digests(tmp_path / "edited" / BANKS_FOLDER) == file_digests(once / BANKS_FOLDER) != {}
     assert torch.equal(logits(tmp_path / "edited", memory_ids=IDS), logits(once, memory_ids=IDS))

@@ -439,8 +439,7 @@ def test_processors_stay_those_of_the_base(tmp_path, command):
     composite_model("llava").save_pretrained(base)
     save_tokenizer(base, None)
     (base / name).write_text('{"size": {"shortest_edge": 28}}')
-    done = command("--base", base, *REQUEST[:2], "--output", out, *REQUEST[4:])
-    assert done.status == 0
+    done = command("--base", base, *REQUEST[:2], "--output", out, *REQUEST[4:]).succeeded()
     assert f"{name} names LlavaProcessor and LlavaImageProcessor, which" in done.err
     made, named = (out / name).read_bytes(), {"processor_class": "LlavaProcessor", "size": {"shortest_edge": 28}}
     assert json.loads(made).items() >= named.items()
@@ -476,8 +475,7 @@ def test_tokenizer_code_is_copied_and_never_run(tmp_path, command, monkeypatch):
     (base / "own_letters.py").write_text("LETTERS = {chr(i): i for i in range(128)}\n")
     named = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
     (base / "tokenizer_config.json").write_text(json.dumps(named))
-    done = command("--base", base, *REQUEST[:2], "--output", out, *REQUEST[4:])
-    assert done.status == 0
+    done = command("--base", base, *REQUEST[:2], "--output", out, *REQUEST[4:]).succeeded()
     assert "own_letters.py, tokenization_own.py, code of the base's tokenizer or processor, are copied" in done.err
     assert "the base's tokenizer does not work here (it is custom code, which is never run)" in done.err
     assert_strips(out, base, tmp_path)

@@ -211,16 +211,14 @@ WARNED = {
 def test_bad_predictions_are_warned_of_per_matrix(settings, measured, limit, message, base, tmp_path, command):
     """The tiny base's layers are random, so that there is nothing to predict."""
     usual = ("--base", base, *request(*settings), "--no-verify")
-    done = command(*usual, "--output", tmp_path / "out")
-    assert done.status == 0
+    done = command(*usual, "--output", tmp_path / "out").succeeded()
     (warning,) = [line for line in done.err.splitlines() if re.search(message, line)]
     rows = record_of(tmp_path / "out")["measurements"]
     for role in {row["tensor"] for row in rows}:
         worst = min(row[measured] for row in rows if row["tensor"] == role)
         assert (f"{role} {worst:.2g}" in warning) == (worst < limit)
     if measured == "cosine_to_mean":
-        done = command(*usual, "--set", "identity=auto", "--output", tmp_path / "identity")
-        assert done.status == 0
+        done = command(*usual, "--set", "identity=auto", "--output", tmp_path / "identity").succeeded()
         assert not re.search(message, done.err)
 
 
@@ -233,8 +231,7 @@ def test_missing_directions_are_warned_of(tmp_path, command):
         elif "gate_proj" in name:
             tensor[40:43] = tensor[:3]
     write_tensors(base, tensors)
-    done = command("--base", base, "--no-verify", *request("norm_weight=1"), "--output", tmp_path / "out")
-    assert done.status == 0
+    done = command("--base", base, "--no-verify", *request("norm_weight=1"), "--output", tmp_path / "out").succeeded()
     assert "do not span all directions: query 5, gate 3 singular values are below" in done.err
 
 

@@ -228,8 +228,7 @@ def test_unconverged_transport_is_warned_of(base, tmp_path):
 def test_measurements_are_recorded_and_shown(base, tmp_path, command):
     columns = ["norm ratio", "effective sources", "iterations", "residual"]
     usual = ("--base", base, "--method", "opt-deus", "--output", tmp_path / "out", "--no-verify")
-    outcome = command(*usual)
-    assert outcome.status == 0
+    outcome = command(*usual).succeeded()
     rows = record_of(tmp_path / "out")["measurements"]
     assert list(rows[0]) == ["layer", "tensor", *(column.replace(" ", "_") for column in columns), "seconds"]
     assert rows == inspect_checkpoint(tmp_path / "out")["measurements"]
