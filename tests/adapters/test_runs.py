@@ -122,7 +122,7 @@ def test_adapters_can_be_on_all_or_on_named_layers(copies, config_for, tmp_path,
     named = {"layers_to_transform": [2, 5], "target_modules": sorted({name.split(".")[-2] for name in every})}
     for name, more, expected in (("all", {}, every), ("new", named, new)):
         run_training(config_for(name, model=copies, max_steps=4, adapters={"r": 4, "layers": "all", **more}))
-        assert "Training adapters on all layers: " in capsys.readouterr().out
+        assert "Training adapters on all layers: " in capsys.readouterr().out, name
         assert moved(copies, tmp_path / name) == expected
     assert len(new) == 14
 

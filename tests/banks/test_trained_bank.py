@@ -74,7 +74,7 @@ def by_adamw(folder, settings=SETTINGS, rates=None):
                 optimizers[key].param_groups[0]["lr"] = rates[step]
             optimizers[key].step()
             masters[key].grad = None
-        assert all(master.grad is None for master in masters.values())
+        assert all(master.grad is None for master in masters.values()), step
     return {key: master.detach() for key, master in masters.items()}
 
 

@@ -95,7 +95,7 @@ def test_wrong_questions_are_refused_before_loading(model, ask, tmp_path):
         (["--questions", tmp_path / "none.txt"], "which cannot be read: [Errno 2] No such file"),
     ):
         status, out, err = ask(model, *words)
-        assert (status, out) == (2, "")
+        assert (status, out) == (2, ""), message
         assert message in err
 
 
@@ -125,8 +125,8 @@ def test_unreadable_question_is_refused_in_one_line(ask, tmp_path):
         (["her\udc80on"], ("'her\\udc80on', with half a character; expected text in UTF-8. Write it again.",)),
     ):
         status, out, err = ask(model, *words)
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert err.startswith("midus ask: ")
+        assert (status, out, err.count("\n")) == (2, "", 1), messages
+        assert err.startswith("midus ask: "), messages
         assert all(message in err for message in messages)
 
 

@@ -564,7 +564,7 @@ def test_flags_replace_the_keys_of_a_short_run(model, capsys):
     assert " learning_rate=" not in capsys.readouterr().err
     for flag in ("--num_train_epochs=2", "--max_steps=7"):
         assert read("notes", flag, *words[:4]).num_train_epochs is not None
-        assert "num_train_epochs" not in capsys.readouterr().err
+        assert "num_train_epochs" not in capsys.readouterr().err, flag
 
 
 def test_steps_of_a_recipe_count_before_epochs_which_a_line_says(tmp_path, capsys):

@@ -188,7 +188,7 @@ def test_page_has_blocks_chapters_and_depth(run, room, bank, tmp_path):
     ):
         run(*words, model, *more)
         assert answer in page.read_text()
-        assert page.read_text().count("data:image/png;base64,") == 2
+        assert page.read_text().count("data:image/png;base64,") == 2, answer
 
 
 LACKS = "whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank, which would be random"

@@ -104,7 +104,7 @@ def test_own_types_pass_the_check_of_plugins():
     for name, options in MEMORY_TYPES.items():
         check_declaration(name, options)
         entry = read_entry({"type": name, "layers": [1, 4]})
-        assert read_entry(json.loads(json.dumps(entry.to_dict()))) == entry
+        assert read_entry(json.loads(json.dumps(entry.to_dict()))) == entry, name
         assert options.__doc__, name
         assert options.sites, name
         assert all(field.metadata["help"] for field in fields(options)), name
@@ -183,7 +183,7 @@ def test_plugin_type_has_controls_by_roles():
     alone = declaring(up=DeclaredTensor((3, 32), "value", ZEROS))  # no address that could be frozen
     for roles in (("value",), ("value", "transform")):
         alone.value_roles = roles
-        assert controls_of(alone(), SIZES) == {"shuffled-addresses": shuffled}
+        assert controls_of(alone(), SIZES) == {"shuffled-addresses": shuffled}, roles
     shapes = {((5,), "value"): 0, ((5, 2), "key"): 0, ((3, 5, 2), "value"): 5}
     assert {key: num_value_rows(DeclaredTensor(*key, ZEROS)) for key in shapes} == shapes
 

@@ -171,7 +171,7 @@ def test_wrong_row_changes_nothing():
     ):
         with pytest.raises(ValueError, match=message):
             replace(*names)
-        assert [*glossary] == before
+        assert [*glossary] == before, names
     replace("Fe", "Iron ore")
     assert [*glossary] == [before[1], IRON._replace(text="1\n2")]
 

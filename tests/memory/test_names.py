@@ -329,7 +329,7 @@ def test_exchanged_index_is_that_of_the_other_names():
         index = index.exchanged(removed, added)
         names = [*kept, *added]
         expected = NameIndex(names, {"abx"})
-        assert index.by_folded == expected.by_folded
-        assert index._forms == expected._forms
-        assert index._ordered == expected._ordered
-        assert index.lookback_tokens == expected.lookback_tokens
+        assert index.by_folded == expected.by_folded, first
+        assert index._forms == expected._forms, first
+        assert index._ordered == expected._ordered, first
+        assert index.lookback_tokens == expected.lookback_tokens, first

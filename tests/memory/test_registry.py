@@ -22,8 +22,8 @@ def test_every_layer_has_its_declared_tensors():
         options = options_class()
         memory = build_memory(options, SIZES, 1, 3)
         declared = {tensor: value.shape for tensor, value in options.tensors(SIZES).items()}
-        assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared
-        assert set(tensor_names(memory, "buffer")) == {tensor for tensor, _ in memory.named_buffers()}
+        assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared, name
+        assert set(tensor_names(memory, "buffer")) == {tensor for tensor, _ in memory.named_buffers()}, name
         shared = [tensor for tables in options.tables(SIZES, (0, 1)) for tensor in tables.tensors.values()]
         blocks = options.fetched(SIZES) if isinstance(options, HierarchicalOptions) else None
         fetched = [tensor for tensors in blocks.levels for tensor in tensors.values()] if blocks else []

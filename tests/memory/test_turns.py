@@ -175,7 +175,7 @@ def test_answer_does_not_move_an_open_entry():
         row = OpeningTracker(glossary, PacksOptions())
         readings_of(row, ids, range(len(ids)), None)
         before = row.pack()
-        assert before[0].entries == (1, 2)
+        assert before[0].entries == (1, 2), said
         for at, token in enumerate(tokenizer(said, add_special_tokens=False)["input_ids"], len(ids)):
             row.read(token, at)
         assert (row.pack() == before) is (said != " Mer"), said

@@ -86,7 +86,7 @@ def test_static_cache_generation_compiles_once(name, case, tmp_path, counting):
         tokens = prompt(length, seed=length)
         result = model.generate(tokens, **greedy, cache_implementation="static", compile_config=compiled)
         after_each.append(len(counting.graphs))
-        assert torch.equal(result, model.generate(tokens, **greedy))
+        assert torch.equal(result, model.generate(tokens, **greedy)), length
     assert after_each == [after_each[0]] * 3
     # A cache of a sliding window counts the tokens that it holds in Python, in the base too.
     assert after_each[0] == 1 or name == "gemma3"

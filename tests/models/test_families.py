@@ -149,7 +149,7 @@ def test_trainer_shifts_labels_of_composite_models(model_type, tmp_path):
     here["smoothed"](model, tmp_path)
     for table in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
         listed = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES")
-        assert listed[model.config.model_type] == type(model).__name__
+        assert listed[model.config.model_type] == type(model).__name__, table
 
 
 def test_older_expert_adapters_find_the_experts():

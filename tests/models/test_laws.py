@@ -71,7 +71,7 @@ def test_new_model_generates_what_its_base_does(shared_model, native_family, cas
         with mode():
             expected = base.generate(padded, **settings, cache_implementation=cache)
             actual = model.generate(padded, **settings, **given, cache_implementation=cache)
-        assert all(map(torch.equal, actual.logits, expected.logits))
+        assert all(map(torch.equal, actual.logits, expected.logits)), cache
     for made in (lambda config: StaticCache(config, max_cache_len=8), lambda config: DynamicCache(config=config)):
         with mode(), decode_cache(model):
             caches = made(base.config), made(model.config)
@@ -344,8 +344,8 @@ def test_automatic_device_map_never_splits_a_layer(read, case):
     assert {type(layer).__name__ for layer in model.model.layers} <= {*names}
     for share in (0.7, 0.85):
         places = infer_auto_device_map(model, max_memory={"cpu": int(share * size)}, no_split_module_classes=names)
-        assert {*places.values()} == {"cpu", "disk"}
-        assert not [name for name in places if name.startswith("model.layers.") and name.count(".") > 2]
+        assert {*places.values()} == {"cpu", "disk"}, share
+        assert not [name for name in places if name.startswith("model.layers.") and name.count(".") > 2], share
 
 
 @pytest.mark.filterwarnings("always:`past_key_values` is deprecated:FutureWarning")

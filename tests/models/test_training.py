@@ -255,7 +255,7 @@ def test_router_losses_are_shared_by_tokens_of_a_step():
         of_row = labels[row : row + 1]
         output = model(prompt(TOKENS)[row : row + 1], labels=of_row, num_items_in_batch=torch.tensor(6 + 2))
         expected = cross_entropy(output.logits, of_row, reduction="sum") / 8 + tokens / 8 * output.aux_loss.item()
-        assert output.loss.item() == pytest.approx(expected, rel=1e-6)
+        assert output.loss.item() == pytest.approx(expected, rel=1e-6), row
 
 
 def test_trainer_keeps_router_columns_and_no_router_outputs():
@@ -277,9 +277,9 @@ def test_training_without_labels_warns_of_router_losses():
     assert "router_logits" not in plain
     for training in (True, False):
         output = model.train(training)(prompt(TOKENS), output_router_logits=True)
-        assert output.loss is None
-        assert output.aux_loss.requires_grad
-        assert len(output.router_logits) == 2
+        assert output.loss is None, training
+        assert output.aux_loss.requires_grad, training
+        assert len(output.router_logits) == 2, training
 
 
 KINDS = ("midus-hml", "midus-pkm", "midus-linear", "ultramem", "chapters")

@@ -222,7 +222,7 @@ def test_packed_chats_do_not_see_one_another(config_for, family, base):
         config = config_for(str(packing), model=base(family, True), **options)
         result = finetune(config)
         losses.append(result.loss)
-        assert result.tokens == 947
+        assert result.tokens == 947, packing
         assert config.include_num_input_tokens_seen == ("all" if packing else "non_padding")
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
@@ -292,9 +292,9 @@ def test_resumed_run_writes_the_date_of_its_first_day(config_for, tmp_path, monk
     for day, resume in ((1, False), (2, True)):
         clock.now.return_value = datetime(2026, 3, day, 12)
         finetune(config_for(**keys, resume_from_checkpoint=resume))
-        assert "the run's first day, 2026-03-01 (00:00), also when it is resumed" in capsys.readouterr().err
+        assert "the run's first day, 2026-03-01 (00:00), also when it is resumed" in capsys.readouterr().err, day
         inputs = json.loads((tmp_path / "out" / "checkpoint-2" / "inputs.json").read_text())
-        assert inputs["first_day"] == {"day": "2026-03-01"}
+        assert inputs["first_day"] == {"day": "2026-03-01"}, day
         shutil.rmtree(tmp_path / "out" / "checkpoint-2")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == DATED
 

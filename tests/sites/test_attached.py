@@ -123,8 +123,8 @@ def test_solar_repeats_a_memory_with_its_layers(made, tmp_path):
     before, after = load(once).model.layers, load(solar).model.layers
     for index, source in enumerate(SOLAR_ORDER):
         state, expected = after[index].state_dict(), before[source].state_dict()
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+        assert state.keys() == expected.keys(), index
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items()), index
 
 
 @pytest.mark.parametrize(

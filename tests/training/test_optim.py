@@ -97,7 +97,7 @@ def test_query_norms_do_not_decay():
     memory = build("midus-pkm", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch")
     for rates, name, rate in (({}, "no_decay", 1e-3), ({"memory_learning_rate": 2e-3}, "memory_no_decay", 2e-3)):
         (group,) = [group for group in made_groups(memory, **rates) if group["name"] == name]
-        assert names_in(memory, group) == {"query_norm_weight", "query_norm_bias"}
+        assert names_in(memory, group) == {"query_norm_weight", "query_norm_bias"}, name
         assert (group["lr"], group["weight_decay"]) == (rate, 0)
 
 
@@ -288,16 +288,16 @@ def test_moments_of_read_rows_are_exact(restarts, tmp_path):
         optimizer.step()
         read |= set(rows)
         state = optimizer.state[trained]
-        assert len(state["exp_avg"]) == len(state["exp_avg_sq"]) == len(read)
-        assert set(state["rows"].tolist()) == read
+        assert len(state["exp_avg"]) == len(state["exp_avg_sq"]) == len(read), number
+        assert set(state["rows"].tolist()) == read, number
         held = [state[key].untyped_storage().nbytes() for key in ("exp_avg", "exp_avg_sq", "rows")]
         assert max(held) <= 1.5 * 12 * max(len(read), 8), "no memory for unread rows"
         if number in restarts:
             torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-            assert (tmp_path / "optimizer.pt").stat().st_size < 4096 + 2 * 12 * len(read) + 8 * len(read)
+            assert (tmp_path / "optimizer.pt").stat().st_size < 4096 + 2 * 12 * len(read) + 8 * len(read), number
             optimizer = RowAdamW([trained], **OPTIONS)
             optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
-            assert optimizer.state[trained]["rows"].dtype == torch.int64
+            assert optimizer.state[trained]["rows"].dtype == torch.int64, number
     assert torch.equal(trained, expected)
     assert not torch.equal(trained, table)
 

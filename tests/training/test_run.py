@@ -352,7 +352,7 @@ def test_divergence_leaves_out_the_next_token(monkeypatch):
             expected += (q * (q.log() - p.log())).sum().item()
     for size in (256, 2):
         monkeypatch.setattr(base_divergence, "_TOKENS_AT_A_TIME", size)
-        assert divergence_without_target(logits, base, labels).item() == pytest.approx(expected, rel=1e-12)
+        assert divergence_without_target(logits, base, labels).item() == pytest.approx(expected, rel=1e-12), size
         assert torch.autograd.gradcheck(
             lambda logits: divergence_without_target(logits, base, labels), logits.clone().requires_grad_()
         )

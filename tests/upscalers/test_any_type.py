@@ -118,9 +118,9 @@ def test_base_layers_keep_bits_and_new_ones_their_kind(model_type, method, make)
     old, new = read_tensors(made.base), read_tensors(made.output)
     for index, layer in enumerate(plan_of(made).layers):
         source, copied = layer_of(old, plan_of(made).sources[index]), layer_of(new, index)
-        assert {name: t.shape for name, t in copied.items()} == {name: t.shape for name, t in source.items()}
+        assert {name: t.shape for name, t in copied.items()} == {name: t.shape for name, t in source.items()}, index
         if isinstance(layer, Base):
-            assert all(same_bits(copied[name], source[name]) for name in source)
+            assert all(same_bits(copied[name], source[name]) for name in source), index
     before, after = load(made.base), load(made.output)
     assert type(after) is type(before)
     assert after.config.model_type == model_type

@@ -43,12 +43,12 @@ def test_shards_have_the_requested_size_and_need_few_files(tmp_path):
             report = with_memory(base, output, max_shard_size=size, num_new_layers=2, verify=False)
             files, tensors = tensor_files(output), read_tensors(output)
             assert len(files) > (100 if size == "1B" else 1)
-            assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+            assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors", size
             index = json.loads((output / "model.safetensors.index.json").read_text())
-            assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
-            assert index["weight_map"].keys() == tensors.keys()
-            assert report.bytes.written == sum(path.stat().st_size for path in files)
-            assert same_tensors(output, single)
+            assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values()), size
+            assert index["weight_map"].keys() == tensors.keys(), size
+            assert report.bytes.written == sum(path.stat().st_size for path in files), size
+            assert same_tensors(output, single), size
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
     assert len(tensor_files(base)) > 100
@@ -203,7 +203,7 @@ def test_blocks_of_embeddings_follow_their_layers(method, gemma4, tmp_path):
     old, new = read_tensors(gemma4), read_tensors(made)
     for name, dim in ((EMBEDDING, 1), (PROJECTION, 0)):
         before, after = old[name].chunk(9, dim), new[name].chunk(len(sources), dim)
-        assert all(same_bits(after[index], before[source]) for index, source in enumerate(sources))
+        assert all(same_bits(after[index], before[source]) for index, source in enumerate(sources)), dim
     assert config_of(made)["num_kv_shared_layers"] == 4
     assert strip(made, stripped)["base_confirmed"]
     assert (stripped / "model.safetensors").read_bytes() == (gemma4 / "model.safetensors").read_bytes()

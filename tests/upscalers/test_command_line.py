@@ -138,7 +138,7 @@ def test_corpus_option_needs_a_method_that_reads_one(command, base, tmp_path, mo
         ([], "--method is missing"),
     ):
         refused = command("--base", base, *words, "--corpus", rows)
-        assert (refused.status, refused.err.count("\n")) == (2, 1)
+        assert (refused.status, refused.err.count("\n")) == (2, 1), said
         assert said in refused.err
 
 
@@ -162,7 +162,7 @@ def test_config_file_names_a_corpus(command, base, tmp_path, monkeypatch):
     ):
         config.write_text(text)
         refused = command("--base", base, "--config", config)
-        assert refused.status == 2
+        assert refused.status == 2, text
         assert said in refused.err
 
 

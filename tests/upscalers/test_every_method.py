@@ -235,9 +235,9 @@ def test_second_method_keeps_what_the_first_trained(first, second, make, tmp_pat
     for name in ("twice", "acting"):
         stripped = tmp_path / f"{name} stripped"
         assert strip(tmp_path / name, stripped)["base_confirmed"] is True
-        assert same_tensors(stripped, once)
-        assert file_digests(stripped / BANKS_FOLDER) == banks
-        assert (stripped / "config.json").read_bytes() == (once / "config.json").read_bytes()
+        assert same_tensors(stripped, once), name
+        assert file_digests(stripped / BANKS_FOLDER) == banks, name
+        assert (stripped / "config.json").read_bytes() == (once / "config.json").read_bytes(), name
     assert torch.equal(computed(tmp_path / "twice stripped"), expected)
     assert strip(tmp_path / "twice stripped", tmp_path / "bare")["base_confirmed"] is True
     assert same_tensors(tmp_path / "bare", made.base)

@@ -174,8 +174,8 @@ def test_private_upload_needs_a_private_repository(base, hub, command, tmp_path,
     refused(command(*words, "me/public", "--private"), "'me/public', which exists and is public; expected a new", None)
     for name in ("mine", "me/mine"):  # made, and found again
         assert command(*words, name, "--private").status == 0
-        assert hub.repositories["me/mine"].private
-        assert hub.repositories["me/mine"].files == files_of(tmp_path / "out")
+        assert hub.repositories["me/mine"].private, name
+        assert hub.repositories["me/mine"].files == files_of(tmp_path / "out"), name
     assert command(*words, "open").status == 0
     assert not hub.repositories["me/open"].private
     assert 'from_pretrained("me/open", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()

@@ -133,4 +133,4 @@ def test_base_that_shrinks_while_read_leaves_nothing(tmp_path, monkeypatch):
     for verify in (True, False):
         with pytest.raises(OSError, match=r"ended \d+ bytes early"):
             upscaled(save_base(tmp_path / "base"), tmp_path / "out", verify=verify)
-        assert os.listdir(tmp_path) == ["base"]
+        assert os.listdir(tmp_path) == ["base"], verify

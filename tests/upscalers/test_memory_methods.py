@@ -80,8 +80,8 @@ def test_block_copies_needed_attention_of_the_next_layer(family, tmp_path, kind)
     }
     for index, donor in ((1, 1), (5, 3)):
         copied, source = copied_by_block(new, index), layer(old, donor)
-        assert {name: name in copied for name in wanted} == wanted
-        assert all(torch.equal(tensor, source[name]) for name, tensor in copied.items())
+        assert {name: name in copied for name in wanted} == wanted, index
+        assert all(torch.equal(tensor, source[name]) for name, tensor in copied.items()), index
 
 
 def copied_by_block(tensors, index):
@@ -104,9 +104,9 @@ def test_block_next_to_a_block_copies_its_attention(shared_base, tmp_path):
     old, new = read_tensors(once), read_tensors(unverified(once, tmp_path / "twice", placement="0,7"))
     for index, donor in ((0, 0), (7, 5)):
         copied, source = copied_by_block(new, index), layer(old, donor)
-        assert copied
-        assert not any("o_proj" in name or "mlp" in name for name in copied)
-        assert all(same_bits(tensor, source[name]) for name, tensor in copied.items())
+        assert copied, index
+        assert not any("o_proj" in name or "mlp" in name for name in copied), index
+        assert all(same_bits(tensor, source[name]) for name, tensor in copied.items()), index
     assert not new["model.layers.0.memory.value_bank"].any()
     assert new["model.layers.1.memory.value_bank"].any()
 
@@ -139,10 +139,10 @@ def test_non_causal_model_is_reported_everywhere(command, base, tmp_path):
     for routing in ("chunk", "token"):
         out = tmp_path / routing
         assert "causal" not in upscaled(out, routing)
-        assert HEADING not in (out / "README.md").read_text()
-        assert "causal" not in config_of(out)["upscale"]
-        assert command("inspect", out, "--json").json()["causal"] is True
-        assert "depends on later tokens" not in command("inspect", out).out
+        assert HEADING not in (out / "README.md").read_text(), routing
+        assert "causal" not in config_of(out)["upscale"], routing
+        assert command("inspect", out, "--json").json()["causal"] is True, routing
+        assert "depends on later tokens" not in command("inspect", out).out, routing
 
 
 FETCHED = {"hier-ffn": 96, "hier-lora-qk": 112, "hier-lora-vo": 112, "hier-lora-ffn": 240, "hier-kv": 32}

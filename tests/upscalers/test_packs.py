@@ -186,11 +186,11 @@ def test_edits_check_protected_texts_or_end_their_record(base, tmp_path, run):
     said = "protected texts (texts.txt) are not checked against the new names; the model no longer records that they contain"
     for command in ("add", "replace"):
         records, told = edited(command, more[command])
-        assert records == [None] * 3
-        assert told == f"{said} no name. Pass --protect to check them.\n"
+        assert records == [None] * 3, command
+        assert told == f"{said} no name. Pass --protect to check them.\n", command
         others, told = edited(command, more[command], "--protect", tmp_path / "others.txt")
-        assert others == ["others.txt"] * 3
-        assert told.endswith("others.txt\n")
+        assert others == ["others.txt"] * 3, command
+        assert told.endswith("others.txt\n"), command
     words = ["add", model, "--corpus", glossary(tmp_path, new), "--output", tmp_path / "no"]
     told = run(*words, "--protect", tmp_path / "texts.txt", status=2).err
     assert "texts.txt contain names of the glossary: 'word40' (1 text); expected none" in told
@@ -214,7 +214,7 @@ def test_how_much_is_read_is_said(base, tmp_path, run):
     for command, name in (("add", "word40"), ("replace", "word5")):
         rows = glossary(tmp_path, [{"name": name, "text": "word1 word2 word3"}] * 2)
         said = run(command, tmp_path / "out", "--corpus", rows, "--output", tmp_path / command).err
-        assert said == f"{longer}: 1\n{repeated}: 1\n"
+        assert said == f"{longer}: 1\n{repeated}: 1\n", command
     with pytest.warns(UserWarning, match=f"{longer}: 1"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out").glossary.add("word40", "word1 word2 word3")
 
@@ -224,8 +224,8 @@ def test_a_deleted_name_is_computed_as_by_the_base(base, model, tmp_path):
     assert delete_entries(EditRequest(model, without), ["WORD22"])["entries"] == [["word20 word21", "word22"]]
     for name in ([20, 21], [22]):
         text = [*name, 50, 51]
-        assert torch.equal(logits(without, text), logits(base, text))
-        assert not torch.equal(logits(model, text), logits(base, text))
+        assert torch.equal(logits(without, text), logits(base, text)), name
+        assert not torch.equal(logits(model, text), logits(base, text)), name
     for name in ([5], [30]):
         assert torch.equal(logits(without, [*name, 50, 51]), logits(model, [*name, 50, 51]))
     assert "word22" not in (without / "glossary.jsonl").read_text()
@@ -369,13 +369,13 @@ def test_edit_in_place_promises_nothing_false_if_killed(base, tmp_path, monkeypa
                 assert done < len(WRITES)
         assert renamed == [*WRITES[:done]]
         is_old = entries_in(folder) == old
-        assert {*recorded(folder)} <= {None, "texts.txt" if is_old else "others.txt"}
-        assert is_old or b"measured before" not in (folder / CARD_FILE).read_bytes()
-        assert (folder / CARD_FILE).read_bytes().endswith(b"caf\xe9")
-        assert len(AutoModelForCausalLM.from_pretrained(folder).glossary) == 2
+        assert {*recorded(folder)} <= {None, "texts.txt" if is_old else "others.txt"}, done
+        assert is_old or b"measured before" not in (folder / CARD_FILE).read_bytes(), done
+        assert (folder / CARD_FILE).read_bytes().endswith(b"caf\xe9"), done
+        assert len(AutoModelForCausalLM.from_pretrained(folder).glossary) == 2, done
         replace_entries(EditRequest(folder), rows, protect=str(tmp_path / "others.txt"))
-        assert recorded(folder) == ["others.txt"] * 3
-        assert entries_in(folder)[-1] == {"name": ["word5", "word40"], "text": "word1"}
+        assert recorded(folder) == ["others.txt"] * 3, done
+        assert entries_in(folder)[-1] == {"name": ["word5", "word40"], "text": "word1"}, done
 
 
 def test_edits_that_are_not_in_place_say_so(model, tmp_path, monkeypatch, run):

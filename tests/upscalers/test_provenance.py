@@ -197,9 +197,9 @@ def test_card_names_and_links_a_base_on_the_hub(hub, base, command, tmp_path):
     for licence, further in (("TERMS.md", {}), ("LICENSE", {"LICENSE": b"terms"})):
         card = CARD.replace(LINK, licence).encode()
         hub.repositories["org/base"] = repository = Repository({**files, "README.md": card, **further})
-        assert command("--base", "org/base", *REQUEST, "--overwrite").status == 0
+        assert command("--base", "org/base", *REQUEST, "--overwrite").status == 0, licence
         metadata = ModelCard.load(tmp_path / "out" / "README.md").data
-        assert (metadata.base_model, metadata.base_model_relation) == ("org/base", "finetune")
+        assert (metadata.base_model, metadata.base_model_relation) == ("org/base", "finetune"), licence
         there = f"https://huggingface.co/org/base/blob/{repository.revision}/{licence}"
         assert metadata.license_link == (licence if further else there)
     assert (tmp_path / "out" / "LICENSE").read_text() == "terms"

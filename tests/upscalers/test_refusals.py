@@ -323,8 +323,8 @@ def test_pickle_is_never_loaded(command, tmp_path):
 def test_list_option_is_read_from_one_line():
     for value in ([768, 256, 16, 0], "768,256,16,0", "768, 256, 16, 0", "768,2.56e2,16,0"):
         options = parse_options(HierFFNOptions, {"sizes": value}, "method hier-ffn")
-        assert options.sizes == [768, 256, 16, 0]
-        assert all(type(size) is int for size in options.sizes)
+        assert options.sizes == [768, 256, 16, 0], value
+        assert all(type(size) is int for size in options.sizes), value
 
 
 def test_options_are_described():

@@ -179,7 +179,7 @@ def test_digest_is_independent_of_files(tmp_path):
     write_tensors(short, {**tensors, **extra, "lm_head.weight": tensors["embed_tokens.weight"].clone()})
     for name in ("base", "sharded", "short"):
         model = unverified(tmp_path / name, tmp_path / f"of-{name}")
-        assert config_of(model)["upscale"]["base_sha256"] == digest
+        assert config_of(model)["upscale"]["base_sha256"] == digest, name
         assert stripped(saved_again(model, tmp_path / f"saved-{name}"), tmp_path / f"stripped-{name}") == (True, 0)
 
 
@@ -271,5 +271,5 @@ def test_strip_notes_files_that_are_not_compared(base, tmp_path, command):
     twice = unverified(once, tmp_path / "twice", method="llama-pro", options={})
     for model, told in ((twice, True), (once, False)):
         done = command("strip", model, "--output", tmp_path / f"stripped-{told}").succeeded()
-        assert "are the base's, byte for byte" in done.out
+        assert "are the base's, byte for byte" in done.out, told
         assert ("the files of hier-ffn next to the weights stay as they are now" in " ".join(done.err.split())) == told

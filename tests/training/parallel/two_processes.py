@@ -64,4 +64,4 @@ def assert_shared_run_goes_on_exactly(shared: Callable[..., Any], corpus: Path, 
         for name in ("loss", "grad_norm"):
             assert logged(output, name) == logged(whole, name)
             assert logged(output, name)
-        assert moved(output, whole) == set()
+        assert moved(output, whole) == set(), step

@@ -131,8 +131,8 @@ def test_norm_init_selects_the_source(norm_init, family, shared_base, tmp_path):
     before, after = read_tensors(base), read_tensors(tmp_path / "out")
     for index, (previous, following) in {2: (1, 2), 4: (2, 3)}.items():
         made = layer(after, index)
-        assert made.keys() == layer(before, 0).keys()
-        assert {*made} & {*HIDDEN_NORMS}
+        assert made.keys() == layer(before, 0).keys(), index
+        assert {*made} & {*HIDDEN_NORMS}, index
         for name, tensor in made.items():
             one, other = (layer(before, neighbour)[name] for neighbour in (previous, following))
             wanted = {"layer0": layer(before, 0)[name], "previous": one, "next": other}
@@ -308,7 +308,7 @@ def test_rows_are_predicted_from_both_neighbours(tmp_path):
             actual = predict(predictor, file, previous, following, "cpu")
             expected = predictor(torch.cat([stored[:, previous], stored[:, following]], dim=1))
             torch.testing.assert_close(actual, expected)
-            assert not actual.requires_grad
+            assert not actual.requires_grad, previous
 
 
 def layers(count: int = 5, out: int = 12, width: int = 20, seed: int = 0) -> list[torch.Tensor]:

@@ -48,11 +48,11 @@ def test_llama_pro_copies_all_but_the_zeroed_tensors(native_family, shared_base,
     zeroed = GAINS if has_norms else PROJECTIONS
     for index, source in enumerate([0, 1, 1, 2, 3, 3]):
         actual, expected = layer(new, index), layer(old, source)
-        assert actual.keys() == expected.keys()
+        assert actual.keys() == expected.keys(), index
         changed = {name for name in actual if not same_bits(actual[name], expected[name])}
         assert changed == ({f"{name}.weight" for name in zeroed} if index in (2, 5) else set())
         value = -1 if native_family.startswith("gemma") else 0
-        assert all((actual[name] == value).all() for name in changed)
+        assert all((actual[name] == value).all() for name in changed), index
 
 
 S, F = "sliding_attention", "full_attention"
@@ -211,7 +211,7 @@ def test_combine_computes_in_the_finest_dtype():
     exact = sources["coarse"].double() + sources["fine"]
     for names in (("coarse", "fine"), ("fine", "coarse")):
         made = Combine((2,), tuple((name, 1.0) for name in names)).combine(*(sources[name] for name in names))
-        assert torch.equal(made, exact)
+        assert torch.equal(made, exact), names
     narrow = Combine((2,), (("coarse", 0.1),)).combine(sources["coarse"].bfloat16())
     assert narrow.dtype == torch.float32
 

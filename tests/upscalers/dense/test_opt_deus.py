@@ -303,9 +303,9 @@ def test_assignment_recovers_permuted_rows(dtype):
     target, order = permuted(source, noise=0.05)
     for scale in (1, 64):  # with the raw scale the plan has mass one
         result = assignment(source, target, "barycentric" if scale == 1 else "raw")
-        assert torch.equal(result.permutation, order)
+        assert torch.equal(result.permutation, order), scale
         assert torch.equal(result.rows(source) * scale, source[order])
-        assert (result.effective_sources, result.residual, result.iterations) == (1.0, 0.0, 1)
+        assert (result.effective_sources, result.residual, result.iterations) == (1.0, 0.0, 1), scale
 
 
 @pytest.mark.parametrize(("scale", "dtype"), [(15.0, torch.float64), (1e4, torch.float32)], ids=str)

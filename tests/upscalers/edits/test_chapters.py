@@ -335,9 +335,9 @@ def test_shuffle_moves_every_row_of_values_only(kind, make, tmp_path, command):
 def test_row_order_moves_every_row(rows):
     for seed in range(20):
         order = row_order(rows, seed)
-        assert sorted(order.tolist()) == list(range(rows))
+        assert sorted(order.tolist()) == list(range(rows)), seed
         assert torch.equal(order, row_order(rows, seed))
-        assert not (order == torch.arange(rows)).any()
+        assert not (order == torch.arange(rows)).any(), seed
     assert rows < 50 or not torch.equal(order, row_order(rows, 20))
 
 
