@@ -46,7 +46,7 @@ NEAREST = {
     "midus_hf/ops/product_key/triton.py": f"{OPS} -k triton",
     "midus_hf/memories": "tests/memory tests/models/test_training.py tests/models/test_moc.py",
     "midus_hf/memories/bank.py": "tests/banks tests/upscalers/test_own_bank.py tests/upscalers/test_packs.py "
-    "tests/upscalers/test_every_method.py",
+    "tests/upscalers/edits/test_packs.py tests/upscalers/test_every_method.py",
     "midus_hf/memories/module.py": "tests/memory tests/models/test_config.py tests/sites",
     "midus_hf/memories/hosting/heads.py": "tests/models/test_moda.py tests/look/test_depth.py",
     "midus_hf/memories/moda/layer.py": "tests/models/test_moda.py",

@@ -205,8 +205,9 @@ def test_fetching_memory_has_no_tensors(kind):
     assert (options.sizes, options.branching, options.without_ids) == ([256, 64, 16, 0], 16, "none")
     assert options.tensors(SIZES) == {}
     assert options.tables(SIZES, LAYERS) == ()
-    assert not list(build_memory(options, SIZES).parameters())
-    assert not list(build_memory(options, SIZES).buffers())
+    memory = build_memory(options, SIZES)
+    assert not list(memory.parameters())
+    assert not list(memory.buffers())
 
 
 def test_memories_of_one_tree_have_separate_banks():
