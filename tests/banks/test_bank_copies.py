@@ -26,7 +26,7 @@ def test_bank_copy_has_written_blocks_and_stays_sparse(tmp_path):
     for level, index in ((1, 3), (2, -1), (2, 7), (1, 0), (1, -1)):
         assert torch.equal(copied.block(level, index), bank.block(level, index))
     fresh = opened(made(tmp_path / "fresh", layout, torch.bfloat16, seed=8), layout)
-    assert copied.deleted(2) == [9], "it starts again"
+    assert copied.deleted(2) == [9]
     assert torch.equal(copied.block(2, 9), fresh.block(2, 9)), "it starts again"
     written = 2 * (layout.record_numel(1) + 2 * layout.record_numel(2))
     assert on_disk(copied.folder) < written + 2**17 < sum(path.stat().st_size for path in copied.folder.iterdir()) / 8

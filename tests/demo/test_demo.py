@@ -156,7 +156,7 @@ def test_run_output_file_is_written_atomically(tmp_path, capsys):
     assert (tmp_path / "a.json").read_text() == "a table\n"
     assert "\na table" not in capsys.readouterr().out
     phases.run("b", "doing b", 1, *PRINTS, makes=tmp_path / "trained", steps=3)
-    assert not (tmp_path / "made").exists(), "training goes on from there"
+    assert not (tmp_path / "made").exists()
     assert (tmp_path / "trained").exists(), "training goes on from there"
     with pytest.raises(SystemExit):
         phases.run("c", "doing c", 1, *FAILS, output=tmp_path / "c.json")

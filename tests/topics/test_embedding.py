@@ -134,7 +134,7 @@ def test_saved_tree_finds_its_model_from_another_folder(tmp_path, monkeypatch):
     assert (again.embedder.name, again.embedder.max_tokens) == (str(folder), 12)
     paths = again.paths([*MANY, "", "  \n"])
     assert torch.equal(paths[:-2], random_tree(width=WIDTH).paths(usual.embed(MANY)))
-    assert (paths[:-2] >= 0).all(), "a blank text is about nothing"
+    assert (paths[:-2] >= 0).all()
     assert (paths[-2:] == -1).all(), "a blank text is about nothing"
 
 

@@ -142,7 +142,7 @@ def test_held_out_text_fetches_its_blocks_and_trains_nothing(blocks_for, tmp_pat
     losses, others = (logged(tmp_path / "with", f"eval_{name}_loss") for name in texts)
     assert len(losses) == 2
     assert losses[0] != losses[1]
-    assert len(others) == 2, "the model is frozen"
+    assert len(others) == 2
     assert others[0] == others[1], "the model is frozen"
     assert logged(tmp_path / "with", "loss") == logged(tmp_path / "without", "loss")
     assert_same_blocks(bank_of(tmp_path / "with"), bank_of(tmp_path / "without"))
