@@ -391,14 +391,6 @@ def test_list_shows_what_a_model_has(base, model, tmp_path, run):
     )
 
 
-EDITS = [
-    (["delete"], None, "expected either blocks (--node, perhaps with --subtree) or names of entries (--name)"),
-    (["delete", "--name", "word9"], None, "no entry has the name 'word9'; did you mean 'word5'"),
-    (["add"], [{"name": "word22", "text": "word1"}], "which finds the entry 'word20 word21'; expected a new name."),
-    (["replace"], [{"name": ["word22", "word5"], "text": "word1"}], "names of 2 entries, 'word20 word21', 'word5'; ex"),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("words", [["delete", "--name", "word5"], ["add"], ["replace"]], ids=" ".join)
 def test_edits_remove_earlier_results_from_the_card(words, model, tmp_path, run):
     measured = shutil.copytree(model, tmp_path / "measured")
@@ -423,6 +415,14 @@ def test_a_folder_without_weights_is_refused_first(is_absent, model, tmp_path, r
     for words in (["delete", "--name", "word5"], ["replace", "--corpus", rows]):
         assert said in run(words[0], tmp_path / "model", *words[1:], "--output", tmp_path / "out", status=2).err
         assert not (tmp_path / "out").exists()
+
+
+EDITS = [
+    (["delete"], None, "expected either blocks (--node, perhaps with --subtree) or names of entries (--name)"),
+    (["delete", "--name", "word9"], None, "no entry has the name 'word9'; did you mean 'word5'"),
+    (["add"], [{"name": "word22", "text": "word1"}], "which finds the entry 'word20 word21'; expected a new name."),
+    (["replace"], [{"name": ["word22", "word5"], "text": "word1"}], "names of 2 entries, 'word20 word21', 'word5'; ex"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "rows", "message"), EDITS, ids=str)
