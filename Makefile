@@ -24,7 +24,7 @@ TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECOD
 # whole models call the rest; a type proves its wiring where it hosts a memory, and wrong wiring is ours. test-oldest-pairs runs all of it.
 OLDEST_FILES = tests/ops tests/memory tests/models
 OLDEST_TESTS = tests/models tests/ops/kernels $(patsubst %,tests/ops/test_%.py,laws dispatch) \
-	$(patsubst %,tests/memory/test_%.py,decode_cache memory_state ngram) \
+	$(patsubst %,tests/memory/test_%.py,decode_cache memory_state engram) \
 	-k 'not test_offline_compilation and not inductor and not hosted_type_is_proven and not wrong_wiring'
 IN_BOTH = tests/models tests/memory $(wildcard tests/ops/test_*.py)
 

@@ -58,15 +58,19 @@ def make(tmp_path):
 
 def test_make_test_names_what_failed(make):
     status, report, ran = make("test")
-    assert status == 0 and len(ran) == 1 and not any("Failed" in line for line in report)
+    assert status == 0
+    assert len(ran) == 1
+    assert not any("Failed" in line for line in report)
     status, report, ran = make("test", failing="newest/bin/python")
-    assert status != 0 and [Path(line.split()[1]).parts[-3] for line in ran] == ["newest"]
+    assert status != 0
+    assert [Path(line.split()[1]).parts[-3] for line in ran] == ["newest"]
     assert report[-2:] == ["Failed: test-newest", "test-newest:tests/test_a.py::test_b[1]"]
 
 
 def test_changed_files_choose_the_tests(make):
     status, _, (ran,) = make("test", "CHANGED=1", changed="tests/test_a.py tests/ops/test_b.py")
-    assert status == 0 and ran.endswith(" tests/test_a.py tests/ops/test_b.py")
+    assert status == 0
+    assert ran.endswith(" tests/test_a.py tests/ops/test_b.py")
     assert make("test", "CHANGED=1")[::2] == (0, [])
 
 
@@ -78,22 +82,28 @@ def test_changed_files_choose_the_tests(make):
 ])  # fmt: skip
 def test_lot_can_be_chosen(lot, setting, make):
     status, report, (ran,) = make("test-lot", f"LOT={lot}")
-    assert status == 0 and setting in ran and any(f"make test-lot LOT={lot}" in line for line in report)
+    assert status == 0
+    assert setting in ran
+    assert any(f"make test-lot LOT={lot}" in line for line in report)
 
 
 def test_make_test_all_ends_with_a_lot(make):
     status, report, ran = make("test-all", failing="oldest/bin/python")
-    assert status != 0 and len(ran) == 3 and "--product" in ran[0]
+    assert status != 0
+    assert len(ran) == 3
+    assert "--product" in ran[0]
     assert sum(line.startswith("The lot fell on ") for line in report) == 1
     assert report[-2:] == ["Failed: test-oldest-pairs", "test-oldest-pairs:tests/test_a.py::test_b[1]"]
     status, report, ran = make("test-lot", "LOT=avx3")
-    assert status != 0 and not ran
+    assert status != 0
+    assert not ran
     assert "LOT is 'avx3'; expected avx2, sse41, two-threads or seed-NUMBER." in report
 
 
 def test_make_test_hub_runs_all_of_the_day(make):
     status, _, (ran,) = make("test-hub")
-    assert status == 0 and ran.endswith(" --product tests/hub")
+    assert status == 0
+    assert ran.endswith(" --product tests/hub")
 
 
 PINNED = {name: CONSTRAINTS[name] for name in ("torch", "transformers")}
@@ -112,11 +122,12 @@ def test_newer_release_runs_what_depends_on_it(asked, found, torch, make, tmp_pa
     words = ("test-newest-release", f"RELEASED={asked}", f"FAILURES={failures}")
     newest = "\n".join(f"{name}=={version}" for name, version in found.items())
     status, _, (ran,) = make(*words, newest=newest, failing="release/bin/python")
-    assert status != 0 and "release/bin/python" in ran
+    assert status != 0
+    assert "release/bin/python" in ran
     assert all(folder in ran for folder in ("tests/models", "tests/sites", "tests/memory", "tests/carried"))
     assert ("tests/ops" in ran) == ("torch" in asked)
     installs = (tmp_path / "log.pip").read_text().splitlines()
-    assert len(installs) == 2 and all(f" torch=={torch}" in line for line in installs)
+    assert [f" torch=={torch}" in line for line in installs] == [True, True]
     assert failures.read_text() == "tests/test_a.py::test_b[1]\n"
 
 
@@ -130,7 +141,10 @@ NO_NEWER = {
 @pytest.mark.parametrize(("newest", "line"), NO_NEWER.items())
 def test_missing_newer_release_gives_one_line(newest, line, make):
     status, report, ran = make("test-newest-release", newest=newest)
-    assert status == 0 and len(report) == 1 and line in report[0] and not ran
+    assert status == 0
+    assert len(report) == 1
+    assert line in report[0]
+    assert not ran
 
 
 def test_newest_releases_are_those_pip_would_install(monkeypatch):
@@ -165,7 +179,8 @@ def test_constraints_have_digests():
     digested = versions("constraints-hashed.txt", r"\\\n    --hash=sha256:[0-9a-f]{64}.*")
     torch = {line for line in versions("constraints.txt") if line.startswith("torch==")}
     remedy = "run the command at the top of constraints-hashed.txt"
-    assert torch and digested == versions("constraints-hashed.txt") == versions("constraints.txt") - torch, remedy
+    assert torch, remedy
+    assert digested == versions("constraints-hashed.txt") == versions("constraints.txt") - torch, remedy
 
 
 def test_mutants_name_files_that_exist():
@@ -173,7 +188,8 @@ def test_mutants_name_files_that_exist():
     tree = ast.parse((ROOT / "scripts" / "mutants.py").read_text())
     strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     paths = {path for text in strings for path in re.findall(r"\b(?:midus_hf|upscalers|tests)/[\w/.]*[\w]", text)}
-    assert len(paths) > 20 and not {path for path in paths if not (ROOT / path).exists()}
+    assert len(paths) > 20
+    assert not {path for path in paths if not (ROOT / path).exists()}
     assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
     (table,) = [ast.literal_eval(node.value) for node in assigned if "UPSCALERS" in ast.dump(node.targets[0])]
     assert table.keys() <= {file.stem for file in (ROOT / "upscalers").rglob("*.py")}

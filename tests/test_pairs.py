@@ -32,8 +32,10 @@ def values_of(items: list[SimpleNamespace], name: str) -> set[Any]:
 def test_every_family_and_other_parameter_stays(num_sizes):
     kept = keep_pairs([*product("test", "abcde", range(num_sizes)), *product("other", "abc", range(1))])
     of_test = [item for item in kept if item.nodeid.startswith("test")]
-    assert values_of(of_test, "family") == set("abcde") and values_of(of_test, "size") == set(range(num_sizes))
-    assert len(of_test) == max(5, num_sizes) and len(kept) == len(of_test) + 3
+    assert values_of(of_test, "family") == set("abcde")
+    assert values_of(of_test, "size") == set(range(num_sizes))
+    assert len(of_test) == max(5, num_sizes)
+    assert len(kept) == len(of_test) + 3
     stay = [item("plain", size=size) for size in range(4)]  # those that are not paired, but not of the product
     stay += product("chosen", "abc", range(2), marks={"parametrize": "size, family"})
     assert keep_pairs([*stay, item("plain", size=5, marks={"product": None})]) == stay
@@ -41,10 +43,13 @@ def test_every_family_and_other_parameter_stays(num_sizes):
 
 def test_pairing_covers_every_value_minimally():
     kept = keep_each_value([*(item("one", first=a, second=b) for a in "abc" for b in range(5)), item("plain")])
-    assert kept[-1].nodeid == "plain[]" and len(kept) == 5 + 1
-    assert values_of(kept[:-1], "first") == set("abc") and values_of(kept[:-1], "second") == set(range(5))
+    assert kept[-1].nodeid == "plain[]"
+    assert len(kept) == 5 + 1
+    assert values_of(kept[:-1], "first") == set("abc")
+    assert values_of(kept[:-1], "second") == set(range(5))
     kept = keep_each_value(item for number in range(20) for item in product(f"test {number}", "abcdefg", range(2)))
-    assert len(kept) == 20 * 2 and values_of(kept, "family") == set("abcdefg")
+    assert len(kept) == 20 * 2
+    assert values_of(kept, "family") == set("abcdefg")
 
 
 @pytest.fixture

@@ -128,7 +128,8 @@ def test_slow_tokenizer_leaves_the_end_token_out(obeys):
             without_suffix_tokens(tokenizer)
         return
     bare = without_suffix_tokens(tokenizer)
-    assert bare.build_inputs_with_special_tokens([5]) == [1, 5] and tokenizer.add_eos_token
+    assert bare.build_inputs_with_special_tokens([5]) == [1, 5]
+    assert tokenizer.add_eos_token
     assert without_suffix_tokens(bare) is bare
 
 
@@ -145,7 +146,8 @@ BACKEND = "Couldn't instantiate the backend from one of:{}(1) a serialization fi
     ("many:\n" + "word " * 200, "many: " + "word " * 78 + "..."),
 ])  # fmt: skip
 def test_first_line_of_an_error_is_complete(message, expected):
-    assert first_line(ValueError(message)) == expected and len(expected) <= 400
+    assert first_line(ValueError(message)) == expected
+    assert len(expected) <= 400
 
 
 @pytest.mark.parametrize(("name", "files", "message"), [
@@ -208,10 +210,8 @@ def test_check_sources_reports_the_model_first(tmp_path):
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu", "meta", "hpu", "privateuseone"])
 def test_unusable_device_is_refused(device):
-    assert (
-        usable_device(None) == ("cuda" if torch.cuda.is_available() else "cpu")
-        and usable_device("cpu", "float64") == "cpu"
-    )
+    assert usable_device(None) == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert usable_device("cpu", "float64") == "cpu"
     message = rf"^device is '{device}', which cannot be used here \(.+\); expected one of: cpu(, cuda)?\.$"
     with pytest.raises(ValueError, match=message):
         usable_device(device)
@@ -258,9 +258,11 @@ def test_bars_print_a_line_a_minute(make_bar, monkeypatch, capsys):
         bar.close()
         print("a line", file=sys.stderr)
     lines = [line.partition("[")[0] for line in capsys.readouterr().err.splitlines()]
-    assert "reading: 100%|##########| 2/2 " in lines and lines[-1] == "a line"
+    assert "reading: 100%|##########| 2/2 " in lines
+    assert lines[-1] == "a line"
     monkeypatch.setenv("RANK", "1")  # bars are of the first process
-    assert [*show_progress("ab")] == ["a", "b"] and not capsys.readouterr().err
+    assert [*show_progress("ab")] == ["a", "b"]
+    assert not capsys.readouterr().err
 
 
 def test_only_named_messages_of_libraries_are_hidden(capsys, recwarn):
@@ -271,5 +273,7 @@ def test_only_named_messages_of_libraries_are_hidden(capsys, recwarn):
         warnings.warn("a tensor is missing", stacklevel=1)
         print("a table of a library")
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.splitlines()[-1] == "a table of a library"
-    assert [str(each.message) for each in recwarn] == ["a tensor is missing"] and not harness.filters
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1] == "a table of a library"
+    assert [str(each.message) for each in recwarn] == ["a tensor is missing"]
+    assert not harness.filters

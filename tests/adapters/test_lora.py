@@ -190,6 +190,7 @@ def test_prompt_trains_and_prefix_without_states():
     for kind, routing in ((PromptTuningConfig, "chunk"), (PrefixTuningConfig, "token")):
         trained = []
         loss(kind, routing).backward()
-        assert len(trained) == 1 and trained[0].grad.any()
+        assert len(trained) == 1, routing
+        assert trained[0].grad.any(), routing
     with refused("Prefix tuning fills a cache of its own: tune a prompt"):
         loss(PrefixTuningConfig, "chunk")

@@ -68,7 +68,7 @@ def test_adapters_of_bfloat16_models_are_float32(base, config_for, tmp_path):
     tiny_tokenizer().save_pretrained(model)
     run = PreparedRun(config_for(model=model, adapters=LORA, bf16=True, max_steps=4))
     training = [value for value in run.trainer.model.parameters() if value.requires_grad]
-    assert training and all(value.dtype == torch.float32 for value in training)
+    assert {value.dtype for value in training} == {torch.float32}
     run.execute()
     assert moved(model, tmp_path / "out") == linear(weights(model))
     assert all(value.dtype == torch.bfloat16 for value in weights(tmp_path / "out").values())
@@ -122,7 +122,7 @@ def test_adapters_can_be_on_all_or_on_named_layers(copies, config_for, tmp_path,
     named = {"layers_to_transform": [2, 5], "target_modules": sorted({name.split(".")[-2] for name in every})}
     for name, more, expected in (("all", {}, every), ("new", named, new)):
         run_training(config_for(name, model=copies, max_steps=4, adapters={"r": 4, "layers": "all", **more}))
-        assert "Training adapters on all layers: " in capsys.readouterr().out
+        assert "Training adapters on all layers: " in capsys.readouterr().out, name
         assert moved(copies, tmp_path / name) == expected
     assert len(new) == 14
 
@@ -170,7 +170,8 @@ def test_mamba_modules_are_refused_for_hosted_types(upscaled):
 def test_adapter_defaults_and_missing_peft_is_named(base, config_for, without):
     config, trains_new = read_adapters({})
     assert (config.r, config.lora_alpha, config.target_modules) == (16, 32, "all-linear")
-    assert config.task_type == "CAUSAL_LM" and trains_new
+    assert config.task_type == "CAUSAL_LM"
+    assert trains_new
     without("peft")
     with refused(re.escape(f"need peft, not installed; {install_extra('train')}, or leave")):
         PreparedRun(config_for(model=base, adapters={}))

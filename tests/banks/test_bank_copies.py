@@ -20,12 +20,14 @@ def test_bank_copy_has_written_blocks_and_stays_sparse(tmp_path):
         bank.write(level, index, record_of(layout, level, index, torch.bfloat16))
     bank.save(tmp_path / "new" / "copy", deleted=[(2, 9)])
     copied = opened(tmp_path / "new" / "copy", layout)
-    assert copied.description["seed"] == 8 and copied.dtype == torch.bfloat16
-    assert copied.written(1) == [3] and copied.written(2) == [-1, 7]
+    assert copied.description["seed"] == 8
+    assert copied.dtype == torch.bfloat16
+    assert (copied.written(1), copied.written(2)) == ([3], [-1, 7])
     for level, index in ((1, 3), (2, -1), (2, 7), (1, 0), (1, -1)):
         assert torch.equal(copied.block(level, index), bank.block(level, index))
     fresh = opened(made(tmp_path / "fresh", layout, torch.bfloat16, seed=8), layout)
-    assert copied.deleted(2) == [9] and torch.equal(copied.block(2, 9), fresh.block(2, 9)), "it starts again"
+    assert copied.deleted(2) == [9]
+    assert torch.equal(copied.block(2, 9), fresh.block(2, 9)), "it starts again"
     written = 2 * (layout.record_numel(1) + 2 * layout.record_numel(2))
     assert on_disk(copied.folder) < written + 2**17 < sum(path.stat().st_size for path in copied.folder.iterdir()) / 8
 
@@ -44,7 +46,7 @@ def test_bank_copy_replaces_another_bank(bank, tmp_path):
     made(tmp_path / "there", other)
     bank.save(tmp_path / "there")
     copied = opened(tmp_path / "there")
-    assert copied.written(1) == [1] and copied.written(3) == [-1, 5]
+    assert (copied.written(1), copied.written(3)) == ([1], [-1, 5])
 
 
 @pytest.mark.parametrize("how", ["write", "save"])

@@ -28,7 +28,7 @@ def path(tmp_path):
 def test_level_rows_come_back_as_written(dtype, tmp_path):
     write_level(tmp_path / "file", ROWS, NUMEL, dtype, {row: lambda row=row: record(row) for row in (6, 0, 3)})
     level = MappedLevel(tmp_path / "file", ROWS, NUMEL)
-    assert level.rows(WRITTEN) == [0, 3, 6] and level.rows(UNWRITTEN) == [1, 2, 4, 5]
+    assert (level.rows(WRITTEN), level.rows(UNWRITTEN)) == ([0, 3, 6], [1, 2, 4, 5])
     for row in range(ROWS):
         result = level.row(row)
         assert torch.equal(result, record(row, dtype=dtype)) if row in (0, 3, 6) else result is None
@@ -47,7 +47,8 @@ def test_mapped_row_stays_when_its_file_is_replaced(path):
     level = MappedLevel(path, ROWS, NUMEL)
     assert level.row(2).untyped_storage().data_ptr() == level.row(6).untyped_storage().data_ptr()
     write_level(path, ROWS, NUMEL, torch.float32, {2: lambda: record(9)})
-    assert torch.equal(level.row(2), record(2)) and torch.equal(MappedLevel(path, ROWS, NUMEL).row(2), record(9))
+    assert torch.equal(level.row(2), record(2))
+    assert torch.equal(MappedLevel(path, ROWS, NUMEL).row(2), record(9))
 
 
 def test_level_file_may_exceed_the_memory_of_the_machine(tmp_path):
@@ -62,4 +63,6 @@ def test_deleted_row_is_a_hole(tmp_path):
     write_level(path, ROWS, numel, torch.float32, {3: lambda: record(3, numel)}, [2])
     assert path.stat().st_blocks * 512 <= 2**20 + 4 * 4096, "seven rows take the room of the one that was written"
     level = MappedLevel(path, ROWS, numel)
-    assert level.row(2) is None and level.rows(DELETED) == [2] and not level.blocks[2].any()
+    assert level.row(2) is None
+    assert level.rows(DELETED) == [2]
+    assert not level.blocks[2].any()

@@ -16,7 +16,7 @@ from midus_hf.memories.hierarchical.options import HierFFNOptions, HierKVOptions
 def test_new_bank_of_14_billion_takes_no_disk_and_opens_fast(tmp_path):
     """Llama-3.2-1B with (768, 256, 16, 0): table 2 of the paper."""
     layout = layout_of(HierFFNOptions(sizes=[768, 256, 16, 0]), LLAMA_1B, tuple(range(16)))
-    assert layout.fetched == 102_236_160 and layout.bank == 14_092_861_440
+    assert (layout.fetched, layout.bank) == (102_236_160, 14_092_861_440)
     started = time.perf_counter()
     create_bank(tmp_path / "bank", layout, torch.bfloat16, 0)
     bank = opened(tmp_path / "bank", layout)
@@ -37,7 +37,7 @@ def test_blocks_start_as_in_appendix_i(kind, dtype, tmp_path):
     assert bank.dtype == dtype
     for level, index in ((1, 0), (1, -1), (2, 8)):  # -1 is the generic memory's
         record = bank.block(level, index)
-        assert record.dtype == dtype and record.shape == (layout.record_numel(level),)
+        assert (record.dtype, record.shape) == (dtype, (layout.record_numel(level),))
         for position in layout.records[level]:
             part = record[position.start : position.start + math.prod(position.tensor.shape)].float()
             if position.name.endswith(("_up", "values")) or position.name == "down":
@@ -47,7 +47,7 @@ def test_blocks_start_as_in_appendix_i(kind, dtype, tmp_path):
                 assert 0.9 * bound < part.abs().max() <= 1.005 * bound
                 assert part.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
             else:
-                assert part.abs().max() <= 0.0401 and 0.03 < part.abs().max()
+                assert 0.03 < part.abs().max() <= 0.0401
                 assert part.std().item() == pytest.approx(0.02 * 0.8796, rel=0.15)  # cut off at two deviations
                 assert abs(part.mean().item()) < 0.003
 
@@ -71,7 +71,7 @@ def test_written_blocks_are_read_by_later_readers(bank, folder):
     reader = opened(folder)
     for level, index in ((1, 1), (3, 5), (3, -1)):
         assert torch.equal(reader.block(level, index), record_of(bank.layout, level, index))
-    assert reader.written(1) == [1] and reader.written(3) == [-1, 5]
+    assert (reader.written(1), reader.written(3)) == ([1], [-1, 5])
     bank.write(1, 1, record_of(bank.layout, 1, 9))
     assert torch.equal(bank.block(1, 1), record_of(bank.layout, 1, 9))
     assert torch.equal(opened(folder).block(1, 1), record_of(bank.layout, 1, 9))

@@ -157,7 +157,8 @@ def test_step_trains_only_what_is_new(method, tiny_base):
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     measured = measure(model, variant, Point("train", 2, 2, 32), "cpu", 0)
     changed = {id(p) for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert changed and changed <= new
+    assert changed
+    assert changed <= new
     assert all(parameter.grad is None for parameter in model.parameters())
     # Of shorter prompts, moc reads one token after the other, which holds more.
     generating = measure(model, variant, Point("generate", 1, 1, 24, 4), "cpu", 0)
@@ -173,7 +174,8 @@ def test_peak_is_what_was_held_at_once():
     assert peak_bytes(run, "cpu") == 4 * ((1 << 20) + (1 << 18))
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 55)
-    assert is_out_of_memory(caught.value) and not is_out_of_memory(RuntimeError("other"))
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("other"))
 
 
 def test_rows_go_only_to_a_file_of_the_same_columns(tmp_path):
@@ -198,7 +200,8 @@ def test_generated_stream_is_read_once_and_continues(tmp_path):
     words = ["--gigabytes", "0.001", "--format", "parquet", "--sequence-length", "64", "--shuffle-buffer", "50"]
     assert streaming.main([*words, "--folder", str(tmp_path)], tmp_path / "streaming.csv") == 0
     (row,) = read_rows(tmp_path / "streaming.csv")
-    assert int(row["sequences"]) == 1000 * 401 // 64 and float(row["tokens_per_second"]) > 0
+    assert int(row["sequences"]) == 1000 * 401 // 64
+    assert float(row["tokens_per_second"]) > 0
     assert 0 < int(row["buffer_mb"]) <= int(row["tenth_mb"]) <= int(row["peak_mb"])
     assert [path.name for path in tmp_path.iterdir()] == ["streaming.csv"]
 
@@ -210,7 +213,8 @@ def test_pack_benchmark_has_each_variant_and_length(tmp_path):
     assert packs.main(words, tmp_path / "packs.csv") == 0
     rows = read_rows(tmp_path / "packs.csv")
     variants = {(row["tokens"], row["variant"]) for row in rows}
-    assert len(variants) == len(rows) and {tokens for tokens, _ in variants} == {"8", "16"}
+    assert len(variants) == len(rows)
+    assert {tokens for tokens, _ in variants} == {"8", "16"}
     assert {"base", packs.IN_FRONT, "packs, name in front, kept"} < {variant for _, variant in variants}
     assert all(float(row["seconds"]) > 0 and float(row["of_front"]) > 0 for row in rows)
 
@@ -271,5 +275,6 @@ def test_result_is_stripped_edited_and_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(upscale_bench, "timed", run)
     rows = upscale_bench.rows_after("packs", base, output, tmp_path / "added.jsonl", 1)
     tools = ["strip", "edit", "load", "load without the package", "load of the base"]
-    assert [row["tool"] for row in rows] == tools and {row["ratio"] for row in rows} == {2.0}
+    assert [row["tool"] for row in rows] == tools
+    assert {row["ratio"] for row in rows} == {2.0}
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"base", "output", "modules"}

@@ -71,7 +71,8 @@ def test_checkpoint_carries_one_module_with_a_true_header(family, method, checkp
     source = source_of(folder)
     assert source.count("\n") <= MOST_LINES[method]
     opening, header, body = source.split('"""', 2)
-    assert opening == "" and f"midus-hf {__version__} wrote this module" in header
+    assert opening == ""
+    assert f"midus-hf {__version__} wrote this module" in header
     for entry in json.loads((folder / "config.json").read_text())["memory"]:
         assert f"{entry['type']} memory" in header
     digest = header.strip().rpartition("SHA-256 of what follows: ")[2]
@@ -91,7 +92,8 @@ def test_module_needs_only_torch_transformers_and_its_memory(family, method, che
     packages = imports_of(source)
     assert packages <= {*OTHERS, *sys.stdlib_module_names}
     assert not packages & {"ctypes", "subprocess", "multiprocessing", "concurrent"}
-    assert "triton" not in source.lower() and "native" not in source
+    assert "triton" not in source.lower()
+    assert "native" not in source
     assert not re.search("def (flops|values_read|memory_files|paged_layer|make_decode_cache)", source)
     assert "package_only" not in source
     classes = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
@@ -107,13 +109,15 @@ def test_module_needs_only_torch_transformers_and_its_memory(family, method, che
     (model,) = config["architectures"]
     own = model.removesuffix("ForCausalLM")
     of_families = {name for name in classes if re.match("Midus(?!Hml|Linear|Pkm)", name)}
-    assert model in of_families and all(name.startswith(own) for name in of_families), own
+    assert model in of_families, own
+    assert all(name.startswith(own) for name in of_families), own
 
 
 def test_model_without_memories_carries_no_memory_layer(family, tmp_path):
     (path,) = write_code(tmp_path, memory_config(tiny_model(family), new_layers=()))
     classes = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
-    assert path.name == "modeling_midus.py" and not classes & {layer.__name__ for layer in LAYERS.values()}
+    assert path.name == "modeling_midus.py"
+    assert not classes & {layer.__name__ for layer in LAYERS.values()}
 
 
 @of_all_cases
@@ -243,6 +247,7 @@ def test_saved_bank_shares_no_file_with_an_earlier_copy(checkpoints, tmp_path):
     for path, content in changed.items():
         path.write_bytes(content)
     model.save_pretrained(later)
-    assert written and {path: path.read_bytes() for path in written} == changed
+    assert written
+    assert {path: path.read_bytes() for path in written} == changed
     for path in written:
         assert (later / path.relative_to(earlier)).read_bytes() == (folder / path.relative_to(earlier)).read_bytes()

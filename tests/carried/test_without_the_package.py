@@ -167,7 +167,8 @@ def test_module_computes_what_the_package_does(family, method, folder, found):
     assert torch.equal(here["tokens"], there["tokens"])
     assert torch.equal(here["beams"], there["beams"])
     torch.testing.assert_close(there["loss"], here["loss"], rtol=1e-5, atol=1e-5)
-    assert here["reached"] == there["reached"] and here["reached"]
+    assert here["reached"] == there["reached"]
+    assert here["reached"]
 
 
 @pytest.mark.parametrize(("family", "method"), BY_VALUE)

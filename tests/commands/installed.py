@@ -25,6 +25,11 @@ class Outcome(NamedTuple):
     out: str
     err: str
 
+    def succeeded(self) -> "Outcome":
+        """Return it; where the status is not 0, fail with what was printed."""
+        assert self.status == 0, self.err
+        return self
+
     def json(self) -> Any:
         return json.loads(self.out)
 

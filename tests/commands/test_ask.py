@@ -79,7 +79,8 @@ def test_questions_of_a_file_are_asked_in_order_with_one_load(model, ask, tmp_pa
     monkeypatch.setattr(saved_models, "load_for_reading", lambda *words: loads.append(words) or load(*words))
     assert ask(model, "--questions", tmp_path / "questions.txt") == (0, out, AS_TEXT)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"\ufeff{QUESTION}\n{other}"))
-    assert ask(model, "--questions", "-") == (0, out, AS_TEXT) and len(loads) == 2
+    assert ask(model, "--questions", "-") == (0, out, AS_TEXT)
+    assert len(loads) == 2
 
 
 def test_wrong_questions_are_refused_before_loading(model, ask, tmp_path):
@@ -94,7 +95,8 @@ def test_wrong_questions_are_refused_before_loading(model, ask, tmp_path):
         (["--questions", tmp_path / "none.txt"], "which cannot be read: [Errno 2] No such file"),
     ):
         status, out, err = ask(model, *words)
-        assert (status, out) == (2, "") and message in err
+        assert (status, out) == (2, ""), message
+        assert message in err
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +125,8 @@ def test_unreadable_question_is_refused_in_one_line(ask, tmp_path):
         (["her\udc80on"], ("'her\\udc80on', with an unpaired surrogate; expected text in UTF-8. Write it again.",)),
     ):
         status, out, err = ask(model, *words)
-        assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("midus ask: ")
+        assert (status, out, err.count("\n")) == (2, "", 1), messages
+        assert err.startswith("midus ask: "), messages
         assert all(message in err for message in messages)
 
 
@@ -202,9 +205,11 @@ def test_conversation_reads_turns_until_input_ends(of_chats, ask, model, monkeyp
     for text, message in (("her\udc80on\n", "with an unpaired surrogate"), ("", "")):
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
         status, out, err = ask(folder)
-        assert (status, out) == (2 if message else 0, "") and message in err
+        assert (status, out) == (2 if message else 0, "")
+        assert message in err
     status, out, err = ask(model)
-    assert (status, out) == (2, "") and "which has no chat template for a conversation; expected QUESTION." in err
+    assert (status, out) == (2, "")
+    assert "which has no chat template for a conversation; expected QUESTION." in err
 
 
 class Terminal(io.StringIO):

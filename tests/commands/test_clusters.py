@@ -44,7 +44,8 @@ def build_words(bert, corpus, output, *more) -> list[str]:
 def test_build_describes_the_tree(bert, corpus, tmp_path, capsys):
     assert main(build_words(bert, corpus, tmp_path / "tree")) == 0
     out, err = capsys.readouterr()
-    assert out.startswith(f"{tmp_path / 'tree'}: 60 windows in ") and "of 9 leaves, 2 levels of 3, fingerprint" in out
+    assert out.startswith(f"{tmp_path / 'tree'}: 60 windows in ")
+    assert "of 9 leaves, 2 levels of 3, fingerprint" in out
     assert "embedding" not in err, "bars are for terminals"
     assert "cannot fill" not in err, "60 windows can fill 9 leaves"
     assert main(build_words(bert, corpus, tmp_path / "tree")) == 2
@@ -69,7 +70,8 @@ def test_assign_writes_paths_and_the_tree_and_keeps_columns(tree, corpus, tmp_pa
     rows = json_rows(output)
     assert [row["document"] for row in rows] == list(range(60))
     for row in rows:
-        assert row["windows"] == [row["memory_ids"]] and row["memory_ids"][0] == row["memory_ids"][1] // 3
+        assert row["windows"] == [row["memory_ids"]]
+        assert row["memory_ids"][0] == row["memory_ids"][1] // 3
     added = ("document", "memory_ids", "memory_tree", "windows")
     assert [{key: value for key, value in row.items() if key not in added} for row in rows] == json_rows(corpus)
     fingerprint = json.loads(Path(tree, "tree.json").read_text())["fingerprint"]
@@ -141,7 +143,8 @@ def test_wrong_topic_names_are_refused(named, words, row, message, capsys):
     build, corpus, _ = named
     if row:
         corpus.write_text(corpus.read_text() + json.dumps({"body": "w1", "topic": "a", "part": "b", **row}) + "\n")
-    assert build(*words) == 2 and message in capsys.readouterr().err
+    assert build(*words) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_assign_keeps_json_values_and_writes_others_as_text(tree, tmp_path, capsys):
@@ -170,7 +173,8 @@ def test_assign_keeps_json_values_and_writes_others_as_text(tree, tmp_path, caps
 def test_report_shows_nodes_with_their_words(tree, capsys):
     assert main(["report", "--tree", tree]) == 0
     out = capsys.readouterr().out
-    assert "Nodes of level 1" in out and "words" in out
+    assert "Nodes of level 1" in out
+    assert "words" in out
     assert main(["report", "--tree", tree, "--level", "2", "--nodes", "2"]) == 0
     assert "Nodes of level 2" in capsys.readouterr().out
 
@@ -209,7 +213,8 @@ def test_wrong_request_is_refused_in_one_line(words, message, bert, corpus, tree
     assert main([replaced.get(word, word) for word in words.split()]) == 2
     out, err = capsys.readouterr()
     message = message.replace("CORPUS", corpus)
-    assert out == "" and err.splitlines()[-1].startswith(f"midus cluster {words.split()[0]}: {message}"), err
+    assert out == "", err
+    assert err.splitlines()[-1].startswith(f"midus cluster {words.split()[0]}: {message}"), err
     assert not [*tmp_path.glob("p.jsonl*"), *tmp_path.glob("out/tree.json")]
 
 
@@ -217,7 +222,8 @@ def test_two_texts_make_one_cluster_without_empty_paths(bert, tmp_path, capsys):
     corpus = write_rows(tmp_path / "two.jsonl", [{"body": "w1 w2", "topic": "a"}, {"body": "w3", "topic": "b"}])
     assert main(build_words(bert, corpus, tmp_path / "tree")) == 0
     out, err = capsys.readouterr()
-    assert "2 windows in 1 of 9 leaves" in out and "2 windows cannot fill 9 leaves" in err
+    assert "2 windows in 1 of 9 leaves" in out
+    assert "2 windows cannot fill 9 leaves" in err
     assigned = assigned_by(tmp_path / "tree", corpus, tmp_path / "paths.jsonl")
     assert [row["memory_ids"] for row in assigned] == [[0, 0], [0, 0]]
     assert main(["report", "--tree", str(tmp_path / "tree"), "--level", "2"]) == 0

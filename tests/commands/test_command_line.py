@@ -118,8 +118,11 @@ def test_each_help_fits_one_screen(command, as_command):
     run = as_command(command, columns="80")
     status, out, _ = run("--help")
     lines = out.splitlines()
-    assert status == 0 and lines[0].startswith(f"Usage: {command} ") and run("-h").out == out
-    assert len(lines) <= 50 and max(map(len, lines)) <= 80
+    assert status == 0
+    assert lines[0].startswith(f"Usage: {command} ")
+    assert run("-h").out == out
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 80
     assert not [line for line in lines if line.startswith("  ") and line.endswith("...")], "summaries are whole"
     assert run("--version")[:2] == (0, f"{__version__}\n")
 
@@ -127,7 +130,8 @@ def test_each_help_fits_one_screen(command, as_command):
 @pytest.mark.parametrize("command", ["upscale", "midus", "midus train", "midus look"])
 def test_command_without_words_shows_its_help(command, as_command):
     status, out, err = as_command(command)()
-    assert (status, err) == (0, "") and out.startswith(f"Usage: {command} ")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"Usage: {command} ")
     assert as_command(command)("--version")[:2] == (0, f"{__version__}\n")
 
 
@@ -184,7 +188,8 @@ def test_output_that_cannot_be_written_costs_no_work(stdout, stderr, status, sai
         closes += f" {number}>&-" * (kind == "closed")
     words = ["sh", "-c", f'exec "$@"{closes}', "sh", sys.executable, *options, "-c", PRINTS_THEN_WORKS]
     done = subprocess.run(words, cwd=tmp_path, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, **streams)
-    assert (tmp_path / "made").read_text() == "whole" and done.returncode == status
+    assert (tmp_path / "made").read_text() == "whole"
+    assert done.returncode == status
     assert said is None or done.stderr == said
     assert stdout != "pipe" or done.stdout == f"beginning with \xfc and \\udcff\n{'x' * 100_000}\ndone\n"
 
@@ -193,7 +198,8 @@ def test_letters_that_a_terminal_lacks_are_escaped(tmp_path):
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(REPOSITORY)}
     words, environment = [sys.executable, "-c", PRINTS_THEN_WORKS], {**os.environ, **ascii_only}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("beginning with \\xfc and \\udcff\n")
+    assert done.returncode == 0
+    assert done.stdout.startswith("beginning with \\xfc and \\udcff\n")
 
 
 COMPLETED = [("midus ", "train"), ("midus flops --ba", "--batch"), ("upscale strip --ou", "--output")]
@@ -234,7 +240,9 @@ def test_wrong_words_end_with_status_2_and_one_line(command, room, as_command):
         (["list", ""], ": an argument is ''; expected a value. Fill it in"),
     ):
         status, out, err = as_command(command)(*words)
-        assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(command) and message in err
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(command)
+        assert message in err
 
 
 @pytest.mark.parametrize("command", WITH_A_DEVICE)
@@ -304,7 +312,8 @@ for words in {[*TOLD_WITHOUT_TORCH]!r}:
 def test_training_refuses_an_adapter_as_a_model(command, recipe, room, as_command):
     (room / recipe).write_text((room / recipe).read_text().replace(": model", ": adapter"))
     done = as_command(command)(recipe)
-    assert done.status == 2 and ADAPTER in done.err
+    assert done.status == 2
+    assert ADAPTER in done.err
 
 
 # Commands, what stops their work, and the status.
@@ -337,7 +346,8 @@ def test_stopped_work_has_its_status_and_may_clean_up(command, stopped, expected
     lines = 0 if raised else 3 if status == 1 else 1  # an error has our last place after it, and that which raised it
     assert (status, out, err.count("\n")) == (expected, "", lines)
     assert raised or ("interrupted" if status > 1 else f"{stopped.__name__}: broken") in err
-    assert cleaned == [command] and signal.getsignal(signal.SIGTERM) == before
+    assert cleaned == [command]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def work_of(module: str, body: str) -> Callable[..., Any]:
@@ -430,7 +440,8 @@ def test_forked_process_ends_silently_at_sigterm(monkeypatch, capfd):
     function, words = WORK["midus edit"]
     monkeypatch.setattr(function, work)
     assert run_in_process("midus edit", words, monkeypatch) == 1
-    assert [os.WTERMSIG(status) for status in ended] == [signal.SIGTERM] and capfd.readouterr().err.count("\n") == 3
+    assert [os.WTERMSIG(status) for status in ended] == [signal.SIGTERM]
+    assert capfd.readouterr().err.count("\n") == 3
 
 
 def test_sigterm_that_is_ignored_stays_ignored(monkeypatch):
@@ -503,7 +514,9 @@ def test_flops_of_an_unknown_type_are_refused_without_torch(monkeypatch, tmp_pat
     code = "assert not {'torch', 'transformers', 'midus_hf.models'} & {*sys.modules}"
     done = run_alone("midus flops", [str(tmp_path)], afterwards=code)
     message = "midus flops: config has model_type = 'gpt2'; expected one of: llama"
-    assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1
+    assert done.returncode == 2
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.fixture
@@ -551,7 +564,7 @@ def test_flags_replace_the_keys_of_a_short_run(model, capsys):
     assert " learning_rate=" not in capsys.readouterr().err
     for flag in ("--num_train_epochs=2", "--max_steps=7"):
         assert read("notes", flag, *words[:4]).num_train_epochs is not None
-        assert "num_train_epochs" not in capsys.readouterr().err
+        assert "num_train_epochs" not in capsys.readouterr().err, flag
 
 
 def test_steps_of_a_recipe_count_before_epochs_which_a_line_says(tmp_path, capsys):

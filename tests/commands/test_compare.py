@@ -65,13 +65,15 @@ def test_dry_run_counts_all_runs_and_writes_nothing(run, config, tmp_path):
         "variant": "hml", "method": "midus-hml", "new_parameters": 0, "trained_parameters": 0,
         "rates": ["0.01,value=0.1", "0.001,value=0.01"], "runs": 3, "null_controls": 0, "done": 0,
     }  # fmt: skip
-    assert pro["trained_parameters"] > 0 and (full["method"], full["trained_parameters"]) == ("the base", None)
+    assert pro["trained_parameters"] > 0
+    assert (full["method"], full["trained_parameters"]) == ("the base", None)
     table = run(config, "--dry-run").out
     assert "0 of 3" in table
     settings = ["seeds=[7,8]", "variants.full.rates=[1,2,3]", "variants.full.train.adapters.r=2", "controls=true"]
     words = [word for setting in settings for word in ("--set", setting)]
     hml, *others = json.loads(run(config, *words, "--dry-run", "--json").out)["variants"]
-    assert others[1]["method"] == "LoRA" and [one["runs"] for one in others] == [2, 4]
+    assert others[1]["method"] == "LoRA"
+    assert [one["runs"] for one in others] == [2, 4]
     # Three null controls are trained with both seeds; shuffled addresses take no training.
     assert (hml["runs"], hml["null_controls"]) == (9, 6)
     assert not (tmp_path / "out").exists()
@@ -82,13 +84,17 @@ def test_dry_run_and_report_show_what_is_done(run, config, measured, tmp_path, r
     assert [variant["done"] for variant in report["variants"]] == [1, 0, 0]
     report = json.loads(run(config, "--report", "--json").out)
     assert [variant["name"] for variant in report["variants"]] == ["hml"]
-    assert (report["missing"], report["failures"]) == (6, {}) and (tmp_path / "out" / "report.md").is_file()
-    done = run(config, "--report")
-    assert done.status == 0 and "Runs that are not done: 6." in done.out and f"report: {report['report']}" in done.out
-    assert done.out.endswith(" ".join(report["advice"]).replace(". ", ".\n") + "\n") and runs.started == 0
+    assert (report["missing"], report["failures"]) == (6, {})
+    assert (tmp_path / "out" / "report.md").is_file()
+    done = run(config, "--report").succeeded()
+    assert "Runs that are not done: 6." in done.out
+    assert f"report: {report['report']}" in done.out
+    assert done.out.endswith(" ".join(report["advice"]).replace(". ", ".\n") + "\n")
+    assert runs.started == 0
     monkeypatch.setattr("midus_hf.compare.run.hash_text", lambda path: f"another of {path}")
     done = run(config, "--dry-run")
-    assert done.status == 2 and "base.json was made with another request, or from other texts" in done.err
+    assert done.status == 2
+    assert "base.json was made with another request, or from other texts" in done.err
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -98,13 +104,16 @@ def test_dry_run_and_report_show_what_is_done(run, config, measured, tmp_path, r
 @pytest.mark.parametrize("how", [[], ["--dry-run"]], ids=["run", "dry run"])
 def test_wrong_request_is_refused_in_one_line(run, config, tmp_path, how, words, message):
     done = run(config, *how, *words)
-    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1) and not (tmp_path / "out").exists()
-    assert done.err.startswith("midus compare: ") and message in done.err
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    assert not (tmp_path / "out").exists()
+    assert done.err.startswith("midus compare: ")
+    assert message in done.err
 
 
 def test_comparison_without_a_result_ends_with_the_reason(run, config, runs, tmp_path):
     done, line = run(config, "--report"), f"midus compare: {tmp_path / 'out'} has no result yet: "
-    assert done == (1, "", f"{line}the base is measured first\n") and not (tmp_path / "out").exists()
+    assert done == (1, "", f"{line}the base is measured first\n")
+    assert not (tmp_path / "out").exists()
     runs.failures = {"base": "midus eval ended with status 2"}
     done = run(config)
     assert (done.status, done.out) == (1, "")

@@ -79,10 +79,14 @@ def test_usage_is_a_row_per_layer_and_files(run, room, tmp_path):
     outputs = [word for file in files for word in ("--output", file)]
     done = run("usage", room.trained, *room.text, "--sequence-length", 20, "--max-tokens", 40, *outputs)
     rows = [line.split() for line in done.out.splitlines() if line.strip().startswith("words ")]
-    assert [int(row[1]) for row in rows] == [1, 4] and "read words (40 tokens, loss " in done.out
+    assert [int(row[1]) for row in rows] == [1, 4]
+    assert "read words (40 tokens, loss " in done.out
     picture, pdf, page, table, report = (file.read_bytes() for file in files)
-    assert picture.startswith(b"\x89PNG") and pdf.startswith(b"%PDF-") and b"data:image/png;base64," in page
-    assert table.count(b"\n") == 1 + 2 * HEADS * 16 and json.loads(report)["model"] == str(room.trained)
+    assert picture.startswith(b"\x89PNG")
+    assert pdf.startswith(b"%PDF-")
+    assert b"data:image/png;base64," in page
+    assert table.count(b"\n") == 1 + 2 * HEADS * 16
+    assert json.loads(report)["model"] == str(room.trained)
 
 
 def test_bars_are_for_terminals(run, room, library_bars, monkeypatch):
@@ -113,11 +117,14 @@ def test_blocks_that_the_paths_of_documents_name_are_counted(run, bank, tmp_path
 def test_ablation_of_parts_is_a_table_json_and_csv(run, room, tmp_path):
     words, file = ["ablation", room.trained, *room.text, "--sequence-length", 20], tmp_path / "layers.csv"
     report = json.loads(run(*words, "--json", "--output", file).out)
-    assert report["model"] == str(room.trained) and report["all_of_them_is_the_base"]
+    assert report["model"] == str(room.trained)
+    assert report["all_of_them_is_the_base"]
     assert [row["part"] for row in report["rows"]] == ["block 1", "block 4", "all of them"]
-    assert report["texts"]["words"]["tokens"] == 59 and file.read_text().count("\n") == 4
+    assert report["texts"]["words"]["tokens"] == 59
+    assert file.read_text().count("\n") == 4
     table = run(*words).out
-    assert "all of them" in table and "loss of the base's layers" in table
+    assert "all of them" in table
+    assert "loss of the base's layers" in table
 
 
 def test_depth_is_a_row_per_layer_or_the_map_of_a_head(run, room, tmp_path):
@@ -132,17 +139,23 @@ def test_depth_is_a_row_per_layer_or_the_map_of_a_head(run, room, tmp_path):
     assert all(words in of_first for words in (*shown, f"{min(first['gates']):.3g} to {max(first['gates']):.3g}"))
     layers = page.read_text()
     run(*words, "--output", page, "--layer", "3", "--head", "1")
-    assert layers.count("data:image/png;base64,") == 1 and "36 tokens" in layers and page.read_text() != layers
+    assert layers.count("data:image/png;base64,") == 1
+    assert "36 tokens" in layers
+    assert page.read_text() != layers
 
 
 def test_heads_are_json_and_drawn(run, room, tmp_path):
     words = ["heads", room.base, "--tasks", "piqa", "--data", room.data]
     report = json.loads(run(*words, "--json", "--output", tmp_path / "heads.png").out)
-    assert report["models"] == [str(room.base)] and [row["layer"] for row in report["rows"]] == [0, 1, 2, 3]
+    assert report["models"] == [str(room.base)]
+    assert [row["layer"] for row in report["rows"]] == [0, 1, 2, 3]
     assert len(report["rows"][0]["importance"]) == HEADS
     assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
     one = run(*words, "--limit", 1).out
-    assert "1 answers" in one and "variance" in one and room.base.name in one and str(room.base) not in one
+    assert "1 answers" in one
+    assert "variance" in one
+    assert room.base.name in one
+    assert str(room.base) not in one
 
 
 def test_one_page_joins_all_answers_in_order(run, room, tmp_path, monkeypatch):
@@ -156,9 +169,11 @@ def test_one_page_joins_all_answers_in_order(run, room, tmp_path, monkeypatch):
     titles = ["What texts use of the memories", "Loss of texts without parts of the model"]
     assert re.findall("<h[12]>(.*?)</h[12]>", page) == ["Inside the model", *titles]
     tables = ("Slots, chapters and blocks used", "Loss without a part", "&lt;words&gt;")
-    assert all(title in page for title in tables) and "<words>" not in page
+    assert all(title in page for title in tables)
+    assert "<words>" not in page
     results = page.partition("<h2>")[0]
-    assert "slots, chapters or blocks" in results and "Without all that was added" in results
+    assert "slots, chapters or blocks" in results
+    assert "Without all that was added" in results
     assert page.count('src="data:image/png;base64,') == 2 == len(re.findall("(?:src|href)=", page))
 
 
@@ -172,7 +187,8 @@ def test_page_has_blocks_chapters_and_depth(run, room, bank, tmp_path):
         (room.depth, [], "What heads read of the depth"),
     ):
         run(*words, model, *more)
-        assert answer in page.read_text() and page.read_text().count("data:image/png;base64,") == 2
+        assert answer in page.read_text()
+        assert page.read_text().count("data:image/png;base64,") == 2, answer
 
 
 LACKS = "whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank, which would be random"
@@ -216,7 +232,9 @@ def test_wrong_request_is_refused_in_one_line(run, room, bank, broken, words, me
     for name in ("BROKEN", "LACKING", "BASE"):
         message = message.replace(name, str(folders[name]))
     line = done.err.splitlines()[-1]
-    assert done.out == "" and line.startswith(f"midus look {words.split()[0]}: ") and message in line
+    assert done.out == ""
+    assert line.startswith(f"midus look {words.split()[0]}: ")
+    assert message in line
 
 
 def test_pictures_need_matplotlib(run, room, without):
@@ -229,7 +247,8 @@ def test_pictures_need_matplotlib(run, room, without):
 def test_file_that_an_answer_lacks_is_refused_after_printing(run, room, tmp_path):
     file = tmp_path / "page.png"
     done = run("page", room.made, *room.text, "--output", file, refused=True)
-    assert "Slots, chapters and blocks used" in done.out and not file.exists()
+    assert "Slots, chapters and blocks used" in done.out
+    assert not file.exists()
     assert f"output is '{file}', and this answer has no picture; expected a file ending in .html or .json." in done.err
 
 

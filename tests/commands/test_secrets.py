@@ -87,4 +87,6 @@ def test_message_hides_secrets(tmp_path, monkeypatch, capsys):
     ):
         assert run_in_process("midus", [*map(str, words)], monkeypatch) == 2
         said = capsys.readouterr().err
-        assert "<hidden>" in said and NAMED not in said and BY_ITSELF not in said
+        assert "<hidden>" in said
+        assert NAMED not in said
+        assert BY_ITSELF not in said

@@ -85,9 +85,12 @@ def test_curve_ends_are_losses_of_packed_sequences(room, kept, tmp_path, variant
             assert losses[name] == pytest.approx(packed_loss(model, room / f"{name}.txt"), rel=1e-5)
     assert result.losses["plants"] < result.start.losses["plants"]
     assert [point.step for point in result.curve] == [0, STEPS // 2, STEPS]
-    assert result.seconds > 0 and result.tokens == STEPS * 64 and result.peak_memory_bytes > 10**7
+    assert result.seconds > 0
+    assert result.tokens == STEPS * 64
+    assert result.peak_memory_bytes > 10**7
     assert (base.tasks["piqa"], result.tasks["piqa"]) == (accuracy(room / "base", room), accuracy(trained, room))
-    assert result == read_result(comparing.folder(run)) and result.request == build_request(run, comparing.comparison)
+    assert result == read_result(comparing.folder(run))
+    assert result.request == build_request(run, comparing.comparison)
 
 
 def test_result_names_its_run_sizes_and_origin(room, kept):
@@ -118,7 +121,8 @@ def test_run_begins_anew_and_leaves_one_file(room, kept, tmp_path):
     (comparing.folder(run) / "upscaled").mkdir(parents=True)
     (comparing.folder(run) / "upscaled" / CONFIG_FILE).write_text("half of a model that an interrupted run has left")
     result, expected = comparing.measure(run), kept[2]["hml"][1]
-    assert result.shuffled is None and result.saved is None
+    assert result.shuffled is None
+    assert result.saved is None
     assert [path.name for path in comparing.folder(run).parent.iterdir()] == ["seed-0.json"]
     assert (result.curve, result.tasks) == (expected.curve, expected.tasks)
 
@@ -143,7 +147,9 @@ def test_only_tasks_are_measured_without_texts(room, tmp_path):
     changes = {"domain": {}, "retention": {}, "validation": {}, "tasks": tasks_in(room), "controls": False}
     comparing = SmallComparison(room, tmp_path, {"full": {}}, **changes)
     base, result = comparing.measure_base(), comparing.measure(comparing.runs()[0])
-    assert base.losses == {} and result.curve == [] and set(result.tasks) == {"piqa"}
+    assert base.losses == {}
+    assert result.curve == []
+    assert set(result.tasks) == {"piqa"}
 
 
 def test_run_without_numbers_or_steps_is_no_result(room, tmp_path, monkeypatch):
@@ -153,7 +159,8 @@ def test_run_without_numbers_or_steps_is_no_result(room, tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.compare.run._measure_texts", lambda *_: {"plants": math.nan})
     with pytest.raises(RequestError, match=r"losses ended at .*nan.*; expected finite numbers. Lower the rate"):
         comparing.measure_base()
-    assert not list(tmp_path.rglob("*/seed-0.json")) and not list(tmp_path.rglob("base.json"))
+    assert not list(tmp_path.rglob("*/seed-0.json"))
+    assert not list(tmp_path.rglob("base.json"))
 
 
 def test_digests_cover_what_a_run_reads_once(room, tmp_path, monkeypatch):
@@ -170,7 +177,8 @@ def test_digests_cover_what_a_run_reads_once(room, tmp_path, monkeypatch):
     variants = {"a": {}, "b": {"train": {"corpus": str(room / "corpus" / "1.txt")}}}
     comparing = SmallComparison(room, tmp_path, variants, tasks=tasks_in(room))
     first, second = map(comparing.digests_for, comparing.variants)
-    assert first["data"] != second["data"] and first["base"] == second["base"] == before
+    assert first["data"] != second["data"]
+    assert first["base"] == second["base"] == before
     assert comparing.digests_for(find_stages(comparing.comparison, [])[0][0].variant) == first
     texts = (room / name for name in ("corpus", "corpus/1.txt", "plants.txt", "stars.txt", "herbs.txt", "questions"))
     assert sorted(read) == sorted(map(str, texts))
@@ -193,7 +201,8 @@ def test_null_controls_are_of_the_added_memory(room, tmp_path):
     options |= {"lora": {**options["a"], "train": {"adapters": {"r": 4}}}}
     for base in (room / "base", tmp_path / "base", tmp_path / "other"):  # with memory; of a type that is proven here
         moc, solar, *wider = SmallComparison(room, tmp_path / "out", options, base=str(base)).variants
-        assert list(moc.controls) == ALL_CONTROLS and solar.controls == {}
+        assert list(moc.controls) == ALL_CONTROLS
+        assert solar.controls == {}
         assert {"memory_tokens", "chapters"} < set(moc.controls["one-row"].options)
         controls = [(one.name, one.upscale["options"]["layers"]) for one in control_variants(moc, {})]
         assert controls == [(f"a+{name}", 1) for name in ALL_CONTROLS[:-1]]
@@ -211,9 +220,12 @@ def test_null_control_is_upscaled_and_trained(room, tmp_path, method, name):
     run = Run(control, rate, 0)
     result = comparing.measure(run, keep=True)
     assert (result.variant, result.control, result.control_of) == (f"{method}+{name}", name, method)
-    assert result.rate == rate and result.starts_at_base is True and result.shuffled is None
+    assert result.rate == rate
+    assert result.starts_at_base is True
+    assert result.shuffled is None
     new = count(comparing.folder(run) / "upscaled") - count(room / "base")
     assert result.new_parameters == new
     is_frozen = name == "frozen-addresses"
-    assert (control.upscale == variant.upscale) == is_frozen and 0 < result.trained_parameters <= new - is_frozen
+    assert (control.upscale == variant.upscale) == is_frozen
+    assert 0 < result.trained_parameters <= new - is_frozen
     assert (new < variant.new_parameters) == (name == "one-row")

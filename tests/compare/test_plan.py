@@ -49,7 +49,8 @@ def test_recipe_is_read_without_keys_that_the_comparison_sets(room, planned, tmp
     path, rate = tmp_path / "file.yaml", {"learning_rate": 0.5}
     report = planned({"hml": {"upscale": HEADWISE, "train": rate}})[1]
     recipe = written(path, {**HEADWISE, "base": "other", "output": "elsewhere", "seed": 7, "overwrite": True})
-    assert planned({"hml": {"upscale": recipe, "train": rate}})[1] == report and report[0].upscale == HEADWISE
+    assert planned({"hml": {"upscale": recipe, "train": rate}})[1] == report
+    assert report[0].upscale == HEADWISE
     ours = {"model_name_or_path": "other", "seed": 7, "eval_text": "text", "resume_from_checkpoint": True}
     recipe = written(path, {**rate, **ours})
     assert planned({"hml": {"upscale": HEADWISE, "train": recipe}})[1] == report
@@ -179,7 +180,8 @@ def test_shipped_comparison_is_planned_on_its_base(recipe, room, tmp_path):
         words.append(f"tasks.data={write_questions(tmp_path / 'questions')}")
     comparison, variants = plan(options_from_files(Comparison, [recipe], words))
     check(comparison, variants)
-    assert comparison.seeds and [variant.name for variant in variants] == list(comparison.variants)
+    assert comparison.seeds
+    assert [variant.name for variant in variants] == list(comparison.variants)
     for variant in variants:
         if variant.upscale is not None and not variant.name.endswith("-one-row"):
             assert variant.trained_parameters == pytest.approx(8_900_000, rel=0.4), variant.name
@@ -200,7 +202,8 @@ def test_rows_of_a_papers_table_are_planned_on_their_base(table, tmp_path):
     byte_tokenizer().save_pretrained(folder)
     comparison, variants = plan(dataclasses.replace(arguments, base=str(folder), output_dir=str(tmp_path / "out")))
     check(comparison, variants)
-    assert (comparison.seeds, comparison.controls, comparison.domain) == ([0], False, {}) and comparison.tasks
+    assert (comparison.seeds, comparison.controls, comparison.domain) == ([0], False, {})
+    assert comparison.tasks
     for variant in variants:
         assert variant.train["per_device_train_batch_size"] * variant.train["gradient_accumulation_steps"] == 64
         assert variant.train["max_steps"] == (8392 if is_mathpile else 11444)
@@ -217,4 +220,5 @@ def test_later_file_makes_a_papers_table_small(room, tmp_path):
     comparison, variants = plan(dataclasses.replace(arguments, variants=few))
     check(comparison, variants)
     assert [(variant.name, variant.train["max_steps"]) for variant in variants] == [("LESA", 50), ("MIDUS-HML", 50)]
-    assert comparison.texts == {"articles": str(room / "stars.txt")} and "piqa" in comparison.tasks.names
+    assert comparison.texts == {"articles": str(room / "stars.txt")}
+    assert "piqa" in comparison.tasks.names

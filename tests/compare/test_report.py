@@ -68,7 +68,8 @@ def test_recovery_to_base_is_not_learning():
     decreases = [report.loss_decreases(SOLAR[0], BASE, [text]) for text in (DOMAIN, RETENTION)]
     assert decreases == [[-4.0, 0.0, 0.25], [-1.0, 0.0, -0.5]]
     hml, solar = one.variants
-    assert solar.learned_by_seed == {0: 0.25, 1: 0.25} and solar.forgotten_by_seed == {0: 0.5, 1: 0.5}
+    assert solar.learned_by_seed == {0: 0.25, 1: 0.25}
+    assert solar.forgotten_by_seed == {0: 0.5, 1: 0.5}
     assert (hml.learned.mean, hml.forgotten.mean) == (0.625, 0.25)
 
 
@@ -163,23 +164,27 @@ def test_advice_follows_from_the_numbers(case):
 
 def test_table_and_json_have_the_numbers_that_a_hand_computes():
     rows, deviation = table_rows(found(ALL)), 0.25 / math.sqrt(2)  # of two numbers: their distance by the root of 2
-    assert list(rows) == ["base", "full", "hml", "+one-row"] and set(rows["base"].values()) == {"base", ""}
+    assert list(rows) == ["base", "full", "hml", "+one-row"]
+    assert set(rows["base"].values()) == {"base", ""}
     assert rows["hml"] == {
         **{"variant": "hml", "rate": "0.001", "seeds": "2", "trained": "1,000", "time": "2 s", "GB": "1.00"},
         **{"learned": f"+0.6250 ± {deviation:.4f}", "forgotten": f"+0.2500 ± {deviation:.4f}"},
     }
-    assert rows["full"]["rate"] == "0.001" and rows["full"]["learned"] == f"+1.2500 ± {0.5 / math.sqrt(2):.4f}"
+    assert rows["full"]["rate"] == "0.001"
+    assert rows["full"]["learned"] == f"+1.2500 ± {0.5 / math.sqrt(2):.4f}"
     # Lower by 0.25 and 0.5, whose interval is 12.706 / 2 as wide as they differ.
     control = {"variant": "+one-row", "seeds": "2", "learned": f"is not shown to beat it: +0.3750 ± {12.706 / 8:.4f}"}
     assert {key: value for key, value in rows["+one-row"].items() if value} == control
     told = json.loads(json.dumps(report.as_json(found(ALL), Path("report.md")), allow_nan=False))
     full, hml = told["variants"]
     assert hml["domain_loss"] == {"mean": 2.375, "deviation": pytest.approx(deviation), "count": 2}
-    assert hml["learned"]["mean"] == 0.625 and hml["learned_by_seed"]["1"] == 0.75
-    assert hml["forgotten"]["mean"] == 0.25 and full["rate"] == "0.001"
+    assert (hml["learned"]["mean"], hml["learned_by_seed"]["1"]) == (0.625, 0.75)
+    assert hml["forgotten"]["mean"] == 0.25
+    assert full["rate"] == "0.001"
     assert hml["advantages"] == {"one-row": {"mean": 0.375, "deviation": pytest.approx(deviation), "count": 2}}
     assert [point["losses"][DOMAIN] for point in hml["results"][0]["curve"]] == [3.0, 2.75, 2.5]
-    assert told["base_losses"][DOMAIN] == 3.0 and (len(told["advice"]), told["report"]) == (3, "report.md")
+    assert told["base_losses"][DOMAIN] == 3.0
+    assert (len(told["advice"]), told["report"]) == (3, "report.md")
 
 
 def test_table_has_tasks_and_only_measured_columns(tmp_path):
@@ -188,13 +193,16 @@ def test_table_has_tasks_and_only_measured_columns(tmp_path):
     rows = table_rows(found(runs, ["hml"], base=base, tasks=TASKS))
     assert [(row["piqa"], row["mmlu"]) for row in rows.values()] == [("0.500", "0.250"), ("0.750 ± 0.000", "")]
     without = found([*HML, *FULL], retention={})
-    assert "forgotten" not in table_rows(without)["hml"] and [one.forgotten for one in without.variants] == [None] * 2
+    assert "forgotten" not in table_rows(without)["hml"]
+    assert [one.forgotten for one in without.variants] == [None] * 2
     # By tasks only, without curves.
     kinds = {kind: {} for kind in ("domain", "retention", "validation")}
     runs = [dataclasses.replace(run, curve=[]) for run in runs]
     one = found(runs, ["hml"], base=dataclasses.replace(base, curve=[]), tasks=TASKS, controls=False, **kinds)
-    assert one.variants[0].learned is None and "learned" not in table_rows(one)["hml"]
-    assert table_rows(one)["hml"]["piqa"] == "0.750 ± 0.000" and write_report(tmp_path, one).is_file()
+    assert one.variants[0].learned is None
+    assert "learned" not in table_rows(one)["hml"]
+    assert table_rows(one)["hml"]["piqa"] == "0.750 ± 0.000"
+    assert write_report(tmp_path, one).is_file()
 
 
 def test_metric_of_a_task_is_the_preferred_one():
@@ -230,4 +238,5 @@ def test_picture_is_drawn_of_any_results(monkeypatch):
     figure = report.draw(found(results, variants=list(dict.fromkeys(one.variant for one in results))))
     paths = {line.get_label(): (line.get_xydata().tolist(), line.get_linestyle()) for line in figure.axes[0].lines}
     assert paths["variant-0"] == ([[0.0, 0.0], [0.25, 0.0]], "-")
-    assert paths["only-the-start"] == ([[0.0, 0.0]], "--") and paths["solar"] == ([[0.25, 0.5]], "--")
+    assert paths["only-the-start"] == ([[0.0, 0.0]], "--")
+    assert paths["solar"] == ([[0.25, 0.5]], "--")

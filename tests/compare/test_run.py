@@ -62,13 +62,15 @@ def test_older_result_is_read_without_unknown_fields(tmp_path):
     (tmp_path / "seed-0.json").write_text(json.dumps(older))
     assert read_result(tmp_path / "seed-0") == report
     (tmp_path / "seed-1.json").mkdir()
-    assert read_result(tmp_path / "seed-1") is None and read_result(tmp_path / "absent" / "seed-0") is None
+    assert read_result(tmp_path / "seed-1") is None
+    assert read_result(tmp_path / "absent" / "seed-0") is None
 
 
 def test_published_results_belong_to_their_comparison(tmp_path):
     folder = Path(__file__).parents[2] / "experiments" / "results" / "smollm2-135m-instruct"
     results = [read_result(path.with_suffix("")) for path in sorted(folder.rglob("*.json"))]
-    assert len(results) == 26 and all(math.isfinite(loss) for one in results for loss in one.losses.values())
+    assert len(results) == 26
+    assert all(math.isfinite(loss) for one in results for loss in one.losses.values())
     (full,) = [one for one in results if one.variant == "full" and one.rate == {"learning_rate": 1e-4}]
     own = ("model_name_or_path", "output_dir", "seed", "eval_steps", "eval_text", "eval_on_start", "learning_rate")
     train = {key: value for key, value in full.request["train"].items() if key not in own}
@@ -124,7 +126,9 @@ class PretendedRuns:
 
     def do(self, words, *, input, stdout, stderr, text, check) -> SimpleNamespace:
         """Stand in for `subprocess.run`."""
-        assert words[1:] == ["-m", "midus_hf.compare.run"] and stdout is stderr and text
+        assert words[1:] == ["-m", "midus_hf.compare.run"]
+        assert stdout is stderr
+        assert text
         values = json.loads(input)
         run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
         behaviour = self.behaviour.get(run.name, {})
@@ -155,7 +159,8 @@ def test_runs_start_one_after_another_in_the_order_of_the_plan(pretended, capsys
     expected += ["a/0.01/seed-0", "b/0.001/seed-0", "a/0.01/seed-2", "b/0.001/seed-2"]
     expected += [f"b+one-row/0.001/seed-{seed}" for seed in (1, 0, 2)]
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.splitlines() == [f"{name}: done (0 s)" for name in expected]
+    assert printed.out == ""
+    assert printed.err.splitlines() == [f"{name}: done (0 s)" for name in expected]
     assert pretended.started == expected
 
 
@@ -170,9 +175,12 @@ def test_failed_run_is_reported_and_repeated_by_the_same_command(pretended, prin
     log = pretended.folder / "out/runs/a/0.001/seed-0.log"
     variants = [variant("a"), variant("b")]
     assert pretended.run(variants) == {"a/0.001/seed-0": f"{words} (status 3; see {log})"}
-    assert pretended.started == ["base", "a/0.001/seed-0", "b/0.001/seed-0"] and log.read_text() == prints
+    assert pretended.started == ["base", "a/0.001/seed-0", "b/0.001/seed-0"]
+    assert log.read_text() == prints
     pretended.behaviour = {}
-    assert pretended.run(variants) == {} and pretended.started == ["a/0.001/seed-0"] and log.read_text() == ""
+    assert pretended.run(variants) == {}
+    assert pretended.started == ["a/0.001/seed-0"]
+    assert log.read_text() == ""
 
 
 def test_only_added_runs_are_done(pretended):
@@ -191,7 +199,8 @@ def test_only_added_runs_are_done(pretended):
     assert pretended.started == [f"{name}/seed-{seed}" for name in added for seed in (0, 1)]
     _, found, missing = collect(comparison(pretended.folder, seeds=[0, 1]), faster)
     expected = [("a", ONE, 0), ("a", TWO, 0), ("a", TWO, 1), ("a+one-row", TWO, 0), ("a+one-row", TWO, 1)]
-    assert [(one.variant, one.rate, one.seed) for one in found] == expected and missing == 0
+    assert [(one.variant, one.rate, one.seed) for one in found] == expected
+    assert missing == 0
     (record,) = plan_records(comparison(pretended.folder, seeds=[0, 1]), faster)
     assert (record["runs"], record["null_controls"], record["done"]) == (5, 2, 5)
     assert all(path.read_bytes() == content for path, content in results.items())
@@ -213,7 +222,8 @@ def test_other_runs_follow_one_that_failed_unless_the_base(pretended, failing, r
     assert list(pretended.run(variants, seeds=[0, 1])) == [failing]
     assert pretended.started == ["base", *runs]
     base, results, counted = collect(comparison(pretended.folder, seeds=[0, 1]), variants)
-    assert counted == missing and len([base, *results]) == len(runs) + (base is None)
+    assert counted == missing
+    assert len([base, *results]) == len(runs) + (base is None)
 
 
 # What changes: keys of the comparison, a result or the content of a file; and the run that is refused.
@@ -265,7 +275,8 @@ def test_same_command_takes_only_runs_that_no_other_has_taken(pretended, monkeyp
 
 def test_file_system_without_locks_is_told(pretended, monkeypatch, capsys):
     monkeypatch.setattr(run_module.fcntl, "flock", lambda *_: os.fstat(-1))
-    assert pretended.run([]) == {} and pretended.started == ["base"]
+    assert pretended.run([]) == {}
+    assert pretended.started == ["base"]
     assert (
         "base.log is not locked: its file system has no locks. Start no second process.\n" in capsys.readouterr().err
     )
@@ -289,4 +300,5 @@ def test_process_of_a_run_writes_to_the_log_and_keeps_its_lock(tmp_path, monkeyp
     monkeypatch.setattr(run_module.time, "sleep", lambda seconds: (ended.touch(), os.sched_yield()))
     assert run_all(one, []) == {"base": f"printed (status 3; see {log})"}
     printed = capfd.readouterr()
-    assert printed.out == "" and "waiting for runs of other processes, such as base" in printed.err
+    assert printed.out == ""
+    assert "waiting for runs of other processes, such as base" in printed.err

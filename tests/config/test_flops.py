@@ -131,7 +131,8 @@ def second_layer(family: str, *inserted: str) -> dict[str, int]:
 
 def test_inserted_memory_counts_attention_without_ffn():
     block = second_layer("llama", "midus-hml")
-    assert "feed-forward" not in block and "residual adds" not in block
+    assert "feed-forward" not in block
+    assert "residual adds" not in block
     assert second_layer("llama")["attention"] - block["attention"] == linear(ROWS, 32, 32)
     assert block["norms"] == norm(32)
     of_block = sum(count for name, count in block.items() if name.startswith("midus-hml: "))
@@ -160,7 +161,8 @@ def test_midus_hml_flops():
 def test_shared_value_flops():
     product_key, flat = of_memory(MidusPkmOptions(n=8, k=2)), of_memory(MidusLinearOptions(slots=64, k=2))
     for counted in (product_key, flat):
-        assert counted["query projection"] == 2 * ROWS * 32 * 32 and counted["values"] == 2 * ROWS * 4 * 2 * 32
+        assert counted["query projection"] == 2 * ROWS * 32 * 32
+        assert counted["values"] == 2 * ROWS * 4 * 2 * 32
         assert counted["residual adds"] == 2 * ROWS * 32
     assert product_key["scores"] == 2 * 2 * ROWS * 4 * 4 * 8
     assert (flat["scores"], flat["choice"]) == (2 * ROWS * 4 * 8 * 64, ROWS * 4 * 64)
@@ -187,7 +189,8 @@ def test_ultramem_v2_flops():
     }
     plain, heads = ultramem(), ultramem(heads=3)
     assert all(heads[part] == 3 * plain[part] for part in ("scores", "choice", "values"))
-    assert heads["output projection"] == plain["output projection"] and heads["queries"] == 3 * plain["queries"]
+    assert heads["output projection"] == plain["output projection"]
+    assert heads["queries"] == 3 * plain["queries"]
     assert ultramem(pre_value_width=0)["pre-values"] == 0
     assert ultramem(share="ring:4", n=4) == plain  # twice as many keys for four tables of a quarter
 
@@ -274,7 +277,8 @@ def test_moc_models_have_the_papers_parameters():
 def test_family_parameters_equal_the_models(native_family, changes):
     config = NATIVE_FAMILIES[native_family].config(**changes)
     counts = count_parameters(config.to_dict())
-    assert parts_of(counts) == (numbers_of(config), 0, 0) and counts["activated"] == counts["total"]
+    assert parts_of(counts) == (numbers_of(config), 0, 0)
+    assert counts["activated"] == counts["total"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     embeddings = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
@@ -389,7 +393,8 @@ def test_slots_are_read_by_later_layers_only():
     assert options.slots_read(2) == tuple(Slot(layer, source) for layer in (0, 1) for source in ("attention", "ffn"))
     taken = ("attention_key", "attention_value", "ffn_key", "ffn_value")
     assert options.layer_inputs(1) == tuple((0, name) for name in taken)
-    assert options.layer_outputs(1, 3) and not options.layer_outputs(2, 3)
+    assert options.layer_outputs(1, 3)
+    assert not options.layer_outputs(2, 3)
     projections = {"ffn_key.weight", "ffn_value.weight"}
     expected = [projections, {"depth_gate", *projections}, {"depth_gate"}]
     assert [set(options.tensors_at(SIZES, index, 3)) for index in range(3)] == expected

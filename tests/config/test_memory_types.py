@@ -60,7 +60,8 @@ def declaring(**tensors):
 
 def test_registered_type_is_listed_by_its_name(table):
     assert register_memory("example")(Example) is Example
-    assert table["example"] is Example and Example().type == "example"
+    assert table["example"] is Example
+    assert Example().type == "example"
     assert not (Example().output_projection or Example().inner_residual)
 
 
@@ -103,8 +104,9 @@ def test_own_types_pass_the_check_of_plugins():
     for name, options in MEMORY_TYPES.items():
         check_declaration(name, options)
         entry = read_entry({"type": name, "layers": [1, 4]})
-        assert read_entry(json.loads(json.dumps(entry.to_dict()))) == entry
-        assert options.__doc__ and options.sites, name
+        assert read_entry(json.loads(json.dumps(entry.to_dict()))) == entry, name
+        assert options.__doc__, name
+        assert options.sites, name
         assert all(field.metadata["help"] for field in fields(options)), name
 
 
@@ -129,7 +131,8 @@ def test_types_and_flops_import_no_torch():
 )
 def test_controls_follow_from_tensors(memory_type, options, trained, shuffled):
     controls = controls_of(MEMORY_TYPES[memory_type](**options), SIZES)
-    assert controls.pop("one-row") and controls.pop("random-slots") == Change(options={"addressing": "random"})
+    assert controls.pop("one-row")
+    assert controls.pop("random-slots") == Change(options={"addressing": "random"})
     of_roles = {"frozen-addresses": Change(trainable=trained), "shuffled-addresses": Change(shuffled=shuffled)}
     assert controls == {name: change for name, change in of_roles.items() if change != Change()}
 
@@ -158,13 +161,15 @@ def test_one_row_control_has_one_row(memory_type, options, rows):
     tables = [shared.tensors for shared in options.tables(SIZES, (0, 1, 2, 3))]
     for tensors in tables or [options.tensors(SIZES)]:
         assert {name: tensor.shape for name, tensor in tensors.items() if tensor.role == "value"} == rows
-    assert len(tables) == (memory_type == "moc") and "shuffled-addresses" not in controls_of(options, SIZES)
+    assert len(tables) == (memory_type == "moc")
+    assert "shuffled-addresses" not in controls_of(options, SIZES)
 
 
 @pytest.mark.parametrize("memory_type", ["moc", "midus-hml", "midus-linear", "midus-pkm", "ultramem-v2"])
 def test_addressing_keeps_tensors_and_flops(memory_type):
     content, random = (MEMORY_TYPES[memory_type](addressing=addressing) for addressing in ("content", "random"))
-    assert content == MEMORY_TYPES[memory_type]() and content.tensors(SIZES) == random.tensors(SIZES)
+    assert content == MEMORY_TYPES[memory_type]()
+    assert content.tensors(SIZES) == random.tensors(SIZES)
     assert content.tables(SIZES, (0, 1)) == random.tables(SIZES, (0, 1))
     assert content.flops(SIZES, 2, 8, 0, 2) == random.flops(SIZES, 2, 8, 0, 2)
 
@@ -178,7 +183,7 @@ def test_plugin_type_has_controls_by_roles():
     alone = declaring(up=DeclaredTensor((3, 32), "value", ZEROS))  # no address that could be frozen
     for roles in (("value",), ("value", "transform")):
         alone.value_roles = roles
-        assert controls_of(alone(), SIZES) == {"shuffled-addresses": shuffled}
+        assert controls_of(alone(), SIZES) == {"shuffled-addresses": shuffled}, roles
     shapes = {((5,), "value"): 0, ((5, 2), "key"): 0, ((3, 5, 2), "value"): 5}
     assert {key: num_value_rows(DeclaredTensor(*key, ZEROS)) for key in shapes} == shapes
 

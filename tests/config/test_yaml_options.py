@@ -103,9 +103,11 @@ def test_keys_of_mappings_are_text(tmp_path):
 def test_values_are_converted_to_the_types_of_their_keys(tmp_path):
     path = write(tmp_path, "model: m\ntext: t\nrate: 3e-5\nsteps: 1e3\nrates: [1e-4, 2]")
     settings = options_from_files(Settings, [path])
-    assert settings.rate == 3e-5 and settings.steps == 1000 and isinstance(settings.steps, int)
+    assert (settings.rate, settings.steps) == (3e-5, 1000)
+    assert isinstance(settings.steps, int)
     assert from_mapping(Settings, {**NEEDED, "steps": 2**60 + 1}).steps == 2**60 + 1
-    assert settings.rates == [1e-4, 2.0] and all(isinstance(rate, float) for rate in settings.rates)
+    assert settings.rates == [1e-4, 2.0]
+    assert all(isinstance(rate, float) for rate in settings.rates)
     path = write(tmp_path, "model: m\ntext: t\nsteps: 3\nrates: null")  # which only optional keys take
     assert options_from_files(Settings, [path], ["steps=null"]) == Settings(model="m", text=Text(path="t"))
     with pytest.raises(ValueError, match=r"tasks is None; expected a list, each item of it a string\."):

@@ -163,7 +163,7 @@ def test_a_column_that_begins_late_is_read(folder, monkeypatch):
     write(folder, {"a.jsonl": lines(["one", "two"]) + lines(["three"], late=1), "b.jsonl": lines(["four"], other="x")})
     read = read_corpus(str(folder))
     assert read["text"][:] == ["one", "two", "three", "four"]
-    assert read["late"][:] == [None, None, 1, None] and read["other"][:] == [None, None, None, "x"]
+    assert (read["late"][:], read["other"][:]) == ([None, None, 1, None], [None, None, None, "x"])
 
 
 def test_rows_of_the_hub_are_read_as_those_of_files(folder, monkeypatch):
@@ -224,7 +224,8 @@ def test_several_corpora_keep_order_and_matching_columns(folder, capsys):
     assert texts_of(others / "splits", split="test") == ["a"]
     rows = read_corpus([str(folder), str(others / "x.jsonl")])
     assert rows["text"][:] == ["one", "two", "three"]
-    assert read_corpus(str(folder))["file"][:] == ["a.txt", "b/two.txt"] and "file" not in rows.column_names
+    assert read_corpus(str(folder))["file"][:] == ["a.txt", "b/two.txt"]
+    assert "file" not in rows.column_names
     assert rows["path"][:] == [None, None, [1, 2]]
     printed = capsys.readouterr().err
     assert "2 of 3 files are read; not read: 1 .pdf" in printed
@@ -256,7 +257,9 @@ def test_paths_are_read_with_the_one_tree_that_texts_name():
     paths = [[0, 1], [-1, -1], [2, 7]]
     rows = datasets.Dataset.from_dict({"text": ["words"] * 3, "path": paths})
     read = read_paths(rows, "path")
-    assert read.paths.tolist() == paths and read.paths.dtype == "int64" and read.tree is None
+    assert read.paths.tolist() == paths
+    assert read.paths.dtype == "int64"
+    assert read.tree is None
     assert read_paths(rows.add_column("memory_tree", ["a" * 64] * 3), "path").tree == "a" * 64
 
 

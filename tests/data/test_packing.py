@@ -28,7 +28,8 @@ def test_packing_keeps_order_and_adds_the_prefix_without_loss(contents, length, 
         for name, made in packer({"input_ids": token_lists[begin : begin + texts_a_batch]}).items():
             packed[name] += [list(map(int, each)) for each in made]
     for ids, positions, labels in zip(*packed.values(), strict=True):
-        assert ids[: len(beginning)] == beginning and len(ids) == length
+        assert ids[: len(beginning)] == beginning
+        assert len(ids) == length
         added = min(stream[0][1], len(beginning))
         read, stream = stream[: length - added], stream[length - added :]
         assert ids[added:] == [token for token, _ in read]
@@ -112,7 +113,7 @@ def test_separate_texts_continue_after_the_prefix():
     texts = rows([document(10, 1), document(3, 2)])  # 12 and 5 tokens
     first, second, last = packed_sequences(texts, framing_tokenizer("<bos> $A"), 8, documents_apart=True).sequences
     ids = tiny_tokenizer()(texts["text"][:])["input_ids"]
-    assert first["input_ids"] == [1, *ids[0][:7]] and first["position_ids"] == [*range(8)]
+    assert (first["input_ids"], first["position_ids"]) == ([1, *ids[0][:7]], [*range(8)])
     assert second["input_ids"] == [1, *ids[0][7:], EOS_ID, 1, *ids[1][:2]]
     assert second["position_ids"] == [*range(5), *range(3)]
     assert second["labels"] == [-100, *ids[0][7:], EOS_ID, -100, *ids[1][:2]]
@@ -131,7 +132,8 @@ def test_short_sequence_that_begins_with_a_text_has_one_prefix():
 def test_a_remainder_of_a_hundredth_is_dropped_and_said():
     for words, dropped in ((1615, 16), (1616, 0)):
         packed = packed_sequences(rows([document(words, 1)]), tiny_tokenizer(), 1600, documents_apart=False)
-        assert packed.dropped == dropped and len(packed.sequences) == (1 if dropped else 2)
+        assert packed.dropped == dropped
+        assert len(packed.sequences) == (1 if dropped else 2)
     assert packed.phrase(1600).startswith("1,617 of 1,617 tokens are read, in 2 sequences of 1,600")
 
 
@@ -145,7 +147,8 @@ def test_short_row_is_padded_and_masked():
     }
     assert collate([whole], 4, EOS_ID).keys() == {"input_ids", "labels"}
     apart = collate([{**short, "labels": [-100, 6], "position_ids": [0, 1]}], 4, EOS_ID)
-    assert apart["position_ids"].tolist() == [[0, 1, 0, 1]] and apart["labels"].tolist() == [[-100, 6, -100, -100]]
+    assert apart["position_ids"].tolist() == [[0, 1, 0, 1]]
+    assert apart["labels"].tolist() == [[-100, 6, -100, -100]]
     assert "attention_mask" not in apart
 
 

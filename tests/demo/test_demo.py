@@ -36,13 +36,16 @@ def test_demo_gives_the_base_back(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["demo", "--output", str(output)])
     demo.main()
     shown = capsys.readouterr().out
-    assert all(f"[{number}/7] " in shown for number in range(1, 8)) and "{" not in shown.replace("--eval_text={", "")
+    assert all(f"[{number}/7] " in shown for number in range(1, 8))
+    assert "{" not in shown.replace("--eval_text={", "")
     report = json.loads((output / "report.json").read_text())
     assert list(report["seconds"]) == ["upscale", "before", "training", "after", "samples", "strip"]
     assert report["weights"]["base"] == report["weights"]["strip's"]
     base, again = (load_file(folder / "model.safetensors") for folder in (tiny_llama(), output / "base-again"))
-    assert base.keys() == again.keys() and all(torch.equal(base[name], again[name]) for name in base)
-    assert (output / "report.html").exists() and json.loads((output / "phases.json").read_text())["finished"]
+    assert base.keys() == again.keys()
+    assert all(torch.equal(base[name], again[name]) for name in base)
+    assert (output / "report.html").exists()
+    assert json.loads((output / "phases.json").read_text())["finished"]
 
 
 WEIGHTS = {"tensors": 272, "bytes": 538_060_032, "sha256": "0123456789abcdef" * 4}
@@ -76,12 +79,14 @@ def arguments(tmp_path):
 
 def test_report_shows_every_measure(tmp_path, arguments):
     table = write_report(tmp_path, **arguments)
-    assert "| base | 33.8613 | 134.5 M | 6.4 |" in table and "| trained | 28.5646 | 143.4 M | 6.4 |" in table
+    assert "| base | 33.8613 | 134.5 M | 6.4 |" in table
+    assert "| trained | 28.5646 | 143.4 M | 6.4 |" in table
     assert "| what is learned | 3.5000 | 2.1000 | -1.4000 |\n| what is kept | 3.0000 | 3.0000 | +0.0000 |" in table
     assert all(f"| {model} | 272 | 538,060,032 | 0123456789abcdef |" in table for model in ("base", "strip's"))
     assert "| upscale | 1.0 |\n| training | 5.0 |\n| strip | 2.0 |\n| all | 8.0 |" in table
     page = (tmp_path / "report.html").read_text()
-    assert "upscaled &lt;text&gt;" in page and "upscale --base a" in page
+    assert "upscaled &lt;text&gt;" in page
+    assert "upscale --base a" in page
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     kept = json.loads((tmp_path / "report.json").read_text())
     assert (kept["seconds"], kept["weights"]) == (arguments["seconds"], arguments["weights"])
@@ -117,7 +122,8 @@ def test_resumed_run_skips_finished_phases(tmp_path, capsys):
     with pytest.raises(SystemExit, match="failed with exit status 3; the same command begins again with it"):
         first.run("b", "doing b", 100, *FAILS)
     shown = capsys.readouterr().out
-    assert "[1/2] doing a, about 30 s\n$ " in shown and "\na table\n" in shown
+    assert "[1/2] doing a, about 30 s\n$ " in shown
+    assert "\na table\n" in shown
     spent = first.seconds
     assert all(seconds > 0 for seconds in spent.values())
 
@@ -125,7 +131,8 @@ def test_resumed_run_skips_finished_phases(tmp_path, capsys):
     second.run("a", "doing a", 30, *FAILS)  # not run again
     second.run("b", "doing b", 100, *PRINTS)
     assert "[1/2] doing a: done, in " in capsys.readouterr().out
-    assert second.seconds["a"] == spent["a"] and second.seconds["b"] > spent["b"]
+    assert second.seconds["a"] == spent["a"]
+    assert second.seconds["b"] > spent["b"]
     assert second.commands == first.commands
 
 
@@ -137,7 +144,8 @@ def test_finished_or_changed_run_begins_anew(tmp_path, settings):
         earlier.finish()
     (tmp_path / "model").mkdir()
     again = Phases(tmp_path, tmp_path, 1, settings)
-    assert not again.seconds and not (tmp_path / "model").exists()
+    assert not again.seconds
+    assert not (tmp_path / "model").exists()
 
 
 def test_run_output_file_is_written_atomically(tmp_path, capsys):
@@ -148,7 +156,8 @@ def test_run_output_file_is_written_atomically(tmp_path, capsys):
     assert (tmp_path / "a.json").read_text() == "a table\n"
     assert "\na table" not in capsys.readouterr().out
     phases.run("b", "doing b", 1, *PRINTS, makes=tmp_path / "trained", steps=3)
-    assert not (tmp_path / "made").exists() and (tmp_path / "trained").exists(), "training goes on from there"
+    assert not (tmp_path / "made").exists()
+    assert (tmp_path / "trained").exists(), "training goes on from there"
     with pytest.raises(SystemExit):
         phases.run("c", "doing c", 1, *FAILS, output=tmp_path / "c.json")
     assert not (tmp_path / "c.json").exists()
@@ -176,11 +185,13 @@ def test_training_progress_counts_steps_and_estimates_the_rest(monkeypatch):
         return [progress.take(line) for line in lines], str(progress)
 
     resumed, reading = after(0, "resuming from outputs/trained/checkpoint-20\n")
-    assert resumed == [True] and reading.endswith(": step 20 of 50, measuring held-out texts, then in step 21")
+    assert resumed == [True]
+    assert reading.endswith(": step 20 of 50, measuring held-out texts, then in step 21")
     after(1000, "{'eval_loss': '3.4'}\n")
     losses = ("{'loss': '3.5', 'epoch': '0.1'}\n", "{'loss': '3.25', 'epoch': '0.1'}\n", "{'eval_loss': '3.1'}\n")
     shown, steps = after(1100, *losses)
-    assert shown == [False] * 3 and steps.endswith(": step 22 of 50, loss 3.250, about 23 min left")  # 28 of 50 s
+    assert shown == [False] * 3
+    assert steps.endswith(": step 22 of 50, loss 3.250, about 23 min left")  # 28 of 50 s
     assert after(1190)[1].endswith(", about 22 min left")
     assert after(1400)[1].endswith(", loss 3.250, the next has taken 5 min, and those before 50 s each")
     for step in range(7):
@@ -226,7 +237,9 @@ def test_signal_ends_the_command_and_keeps_its_time(number, tmp_path):
         assert process.poll() is None
     os.kill(process.pid, number)
     out, err = process.communicate(timeout=60)
-    assert out == "saved a checkpoint\n" and process.returncode == 128 + number
+    assert out == "saved a checkpoint\n"
+    assert process.returncode == 128 + number
     assert err == "\ndemo: interrupted while doing a; the same command continues from here.\n"
     (phase,) = json.loads((tmp_path / module.RECORD).read_text())["phases"].values()
-    assert phase["seconds"] > 0 and not phase["ended"]
+    assert phase["seconds"] > 0
+    assert not phase["ended"]

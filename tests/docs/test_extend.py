@@ -50,7 +50,8 @@ def work(tmp_path_factory, installed) -> Path:
     folder = tmp_path_factory.mktemp("work")
     save_tiny_model("llama", folder / "BASE")
     first, *commands = [shlex.split(command) for command in COMMANDS.strip().splitlines()]
-    assert first == ["pip", "install", "."] and {words[0] for words in commands} == {"upscale"}
+    assert first == ["pip", "install", "."]
+    assert {words[0] for words in commands} == {"upscale"}
     code = """
 import json, sys
 from midus_hf.cli.upscale import main
@@ -70,7 +71,8 @@ def run(code: str, folder: Path, packages: Path, *words: str) -> subprocess.Comp
 
 def test_extension_takes_sixty_lines():
     python = "\n".join(text for name, text in FILES.items() if name.endswith(".py"))
-    assert len(FILES) == 4 and len([line for line in python.splitlines() if line.strip()]) <= 60
+    assert len(FILES) == 4
+    assert len([line for line in python.splitlines() if line.strip()]) <= 60
 
 
 def test_extension_commands_give_the_base_back(work):
@@ -127,7 +129,10 @@ print(AutoConfig.for_model("midus_llama").model_type)
 print(main(["methods"]), main(["--base", "BASE", "--method", "broken", "--dry-run"]))
 """
     done = run(code, work, tmp_path)
-    assert done.stdout.startswith("midus_llama\n") and "midus-hml" in done.stdout and done.stdout.endswith("0 2\n")
+    assert done.stdout.startswith("midus_llama\n")
+    assert "midus-hml" in done.stdout
+    assert done.stdout.endswith("0 2\n")
     for name, group in broken.items():
         assert f"{name} offers no_such_module under {group}, which cannot be imported" in done.stderr
-    assert "method 'broken' is unknown" in done.stderr and "Traceback" not in done.stderr
+    assert "method 'broken' is unknown" in done.stderr
+    assert "Traceback" not in done.stderr

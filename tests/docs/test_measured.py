@@ -209,7 +209,8 @@ def test_packs_tables_are_what_the_results_say(kind, heading, columns):
     cells = counts_of(ROOT / "experiments" / "packs.md", heading)
     for at, model in enumerate(MODELS):
         lines = [line.get("counts", line.get("right")) for line in answers(kind) if line["model"] == model]
-        assert lines and all([line[column][0] for column in columns] == [row[at] for row in cells] for line in lines)
+        assert lines, at
+        assert all([line[column][0] for column in columns] == [row[at] for row in cells] for line in lines)
 
 
 def test_packs_page_table_is_what_the_results_say():

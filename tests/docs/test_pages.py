@@ -164,7 +164,8 @@ def test_pages_install_from_a_clone_with_known_extras():
     assert [text for text in (*code, *shown) if FROM_A_REGISTRY.search(text)] == []
     extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M))
     named = {name for text in code for name in re.findall(r"install_extra\([\"'](\w+)[\"']\)", text)}
-    assert named and named <= extras
+    assert named
+    assert named <= extras
     assert install_extra("ot") == "in the clone of midus_hf, run: pip install -c constraints.txt -e '.[ot]'"
 
 
@@ -180,7 +181,8 @@ def test_pages_say_what_needs_the_clone():
     files_of_the_clone = re.compile(r"(configs|scripts)/|python -m (material|demo|benchmarks)")
     of_users = {"README.md", *(page for page in pages() if page.startswith("docs/"))} - {"docs/benchmarks.md"}
     needing = [page for page in of_users if files_of_the_clone.search(shell_of(page))]
-    assert needing and [page for page in needing if "root of the clone" not in text_of(page)] == []
+    assert needing
+    assert [page for page in needing if "root of the clone" not in text_of(page)] == []
 
 
 def test_pages_name_the_model_of_their_figures():
@@ -209,7 +211,8 @@ def test_troubleshooting_quotes_messages_of_the_code():
     strings = [template(node) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
     blocks = [block.text for block in blocks_of("docs/troubleshooting.md") if block.language == "text"]
     quoted = "".join(blocks).splitlines()
-    assert quoted and [line for line in quoted if not any(says(text, line) for text in strings)] == []
+    assert quoted
+    assert [line for line in quoted if not any(says(text, line) for text in strings)] == []
 
 
 def test_peft_page_lists_methods_without_new_layers():
@@ -226,4 +229,5 @@ def test_peft_page_lists_methods_without_new_layers():
 
 def test_help_of_touched_names_each_method_whose_reads_it_finds():
     touched = command_of(["midus", "look", "touched"])[0]
-    assert "engram" in touched.help and "packs" in touched.help
+    assert "engram" in touched.help
+    assert "packs" in touched.help

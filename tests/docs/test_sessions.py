@@ -334,7 +334,8 @@ def test_page_shows_what_a_dry_run_prints(page, room, monkeypatch):
     done = run_shell(replaced("\n".join(block.commands), Session(LLAMA_CONFIG)), room, PROGRAMS)
     _, *shown = [line.split() for line in block.text.splitlines()]
     printed = [line.split() for line in done.out.splitlines()]
-    assert shown and [line for line in shown if line not in printed] == []
+    assert shown
+    assert [line for line in shown if line not in printed] == []
 
 
 @pytest.mark.parametrize("blocks", SHARED, ids=lambda blocks: blocks[0].page)

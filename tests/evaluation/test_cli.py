@@ -65,16 +65,19 @@ def test_json_is_the_only_standard_output(room, asked_for_json):
     report = json.loads(done.stdout)
     base, upscaled = report["models"]
     assert (base["model_type"], upscaled["model_type"]) == ("qwen2", "midus_qwen2")
-    assert upscaled["parameters"] > base["parameters"] and upscaled["tasks"] == base["tasks"]
+    assert upscaled["parameters"] > base["parameters"]
+    assert upscaled["tasks"] == base["tasks"]
     for measure in ("perplexity", "tokens"):
         assert upscaled["perplexity"][measure] == base["perplexity"][measure]
-    assert base["perplexity"]["tokens"] == len(TEXT) - 1 and base["tasks"]["piqa"]["num_questions"] == 2
+    assert base["perplexity"]["tokens"] == len(TEXT) - 1
+    assert base["tasks"]["piqa"]["num_questions"] == 2
     assert list(base["tasks"]) == report["settings"]["tasks"] == ["mine", "piqa", "boolq"]
     model = AutoModelForCausalLM.from_pretrained(room / "base")
     expected = perplexity(model, byte_tokenizer(), [TEXT], sequence_length=32)
     assert base["perplexity"]["perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
     told = ("chatter", "a warning", "advice", "an error")
-    assert all(f"{each} of a library" in done.stderr for each in told) and "library" not in done.stdout
+    assert all(f"{each} of a library" in done.stderr for each in told)
+    assert "library" not in done.stdout
     assert all("of a library" in line for line in done.stderr.splitlines()), done.stderr
 
 
@@ -90,7 +93,8 @@ def test_table_compares_models_and_names_one_not_causal(room, words, tmp_path, a
     assert "Not causal: ahead." in " ".join(printed.split())
     (tmp_path / "base").symlink_to(room / "base")
     printed = ask(room / "base", tmp_path / "base", *words).replace("│", "").split()
-    assert "causal" not in printed and "base" not in printed, "models of one name are told apart by their paths"
+    assert "causal" not in printed, "models of one name are told apart by their paths"
+    assert "base" not in printed, "models of one name are told apart by their paths"
 
 
 def save_with_token(token, folder) -> Path:
@@ -125,7 +129,8 @@ def test_windows_of_different_lengths_are_noted(room, tmp_path, ask):
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
     asked = [room / "base", short, "--text", room / "text.txt"]
     note = "Windows have other numbers of tokens (base: 256, short: 16), so results cannot be compared: pass --sequence-length 16."
-    assert note in " ".join(ask(*asked).split()) and "Windows" not in ask(*asked, "--sequence-length", 16)
+    assert note in " ".join(ask(*asked).split())
+    assert "Windows" not in ask(*asked, "--sequence-length", 16)
 
 
 def test_short_text_is_measured_whole_in_one_window(room, tmp_path, ask):
@@ -152,7 +157,8 @@ def test_column_of_a_folder_is_read_and_unread_files_are_noted(room, tmp_path, c
 def test_options_override_settings_of_a_file(room, tmp_path, ask):
     (tmp_path / "a.yaml").write_text(f"text: {room / 'text.txt'}\nsequence_length: 16\nbatch_size: 2\n")
     report = ask(room / "base", "--config", tmp_path / "a.yaml", "--sequence-length", 32, "--json")
-    assert report["models"][0]["perplexity"]["sequence_length"] == 32 and report["settings"]["batch_size"] == 2
+    assert report["models"][0]["perplexity"]["sequence_length"] == 32
+    assert report["settings"]["batch_size"] == 2
 
 
 def test_help_names_every_setting(ask):
@@ -164,7 +170,8 @@ def test_help_names_every_setting(ask):
 
 def refusal(capsys, *arguments) -> tuple[int, str]:
     status, printed = cli.main([str(argument) for argument in arguments]), capsys.readouterr()
-    assert printed.out == "" and "Traceback" not in printed.err
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
     return status, next(line for line in printed.err.splitlines() if line.startswith("midus eval: "))
 
 
@@ -173,7 +180,8 @@ def test_ids_beyond_the_embedding_are_refused(room, words, tmp_path, capsys, mea
     save_byte_model("qwen2", tmp_path, max_position_embeddings=256, vocab_size=40)
     asked = {"text": words, "tasks": ("--tasks", "piqa", "--data", room / "questions")}
     status, line = refusal(capsys, tmp_path, *asked[measure])
-    assert status == 2 and re.search(r"yields id \d+, but the model embeds 40 ids; use the tokenizer that", line)
+    assert status == 2
+    assert re.search(r"yields id \d+, but the model embeds 40 ids; use the tokenizer that", line)
 
 
 def test_failed_work_gets_one_line_and_status_1(room, words, tmp_path, capsys):
@@ -182,7 +190,8 @@ def test_failed_work_gets_one_line_and_status_1(room, words, tmp_path, capsys):
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     status, line = refusal(capsys, tmp_path, *words)
-    assert status == 1 and "RuntimeError: the loss of text 'text' is not a finite number" in line
+    assert status == 1
+    assert "RuntimeError: the loss of text 'text' is not a finite number" in line
 
 
 def test_missing_harness_names_the_extra_to_install(room, words, ask, capsys, monkeypatch):
@@ -251,7 +260,8 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs" / "eval").glob("*.yaml")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_is_read(recipe):
     settings = from_mapping(EvaluationSettings, {**read_mapping(recipe), "text": "text.txt"})
-    assert settings.tasks and settings.text == "text.txt"
+    assert settings.tasks
+    assert settings.text == "text.txt"
 
 
 @pytest.mark.parametrize(("options", "message"), [

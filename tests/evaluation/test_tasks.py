@@ -75,7 +75,8 @@ def test_seeds_are_the_defaults_of_the_harness(data, monkeypatch):
     monkeypatch.setattr(TaskManager, "load", note)
     with pytest.raises(InterruptedError):
         Tasks(["piqa"], data=data).run(byte_model("llama"), byte_tokenizer())
-    assert state == [expected] and seeds["fewshot_random_seed"].default == DEFAULT_OTHER_SEED
+    assert state == [expected]
+    assert seeds["fewshot_random_seed"].default == DEFAULT_OTHER_SEED
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -83,7 +84,8 @@ def test_local_task_asks_as_the_harness_does(name, data):
     task = task_of(name, data)
     document = task.test_docs()[0]
     prompt, continuations = PROMPTS[name]
-    assert task.doc_to_text(document) == prompt and task.doc_to_choice(document) == continuations
+    assert task.doc_to_text(document) == prompt
+    assert task.doc_to_choice(document) == continuations
     assert task.doc_to_target(document) == QUESTIONS[name][0]["gold"]
     requests = task.construct_requests(document, prompt, metadata=(f"midus_{name}", 0, 1))
     assert [request.args for request in requests] == [(prompt, f" {text}") for text in continuations]
@@ -304,7 +306,8 @@ def test_every_call_within_the_context_fetches_the_path(model):
             assert torch.equal(model(tokens).logits, expected)
             assert torch.equal(model(input_ids=tokens).logits, expected)
         assert not torch.equal(model(tokens).logits, expected)
-    assert fetches_blocks(model) and not fetches_blocks(byte_model("llama"))
+    assert fetches_blocks(model)
+    assert not fetches_blocks(byte_model("llama"))
 
 
 def test_paths_are_of_questions_without_worked_examples(model, tmp_path):
@@ -316,7 +319,8 @@ def test_paths_are_of_questions_without_worked_examples(model, tmp_path):
 
     result = tasks.run(model, byte_tokenizer(), find_paths=spy, num_fewshot=1)
     assert result["openbookqa"]["num_fewshot"] == 1
-    assert requests and all("Answer: " not in text and len(text) < 60 for text in requests)
+    assert requests
+    assert all("Answer: " not in text and len(text) < 60 for text in requests)
     assert "Predators eat" in requests
 
 
@@ -398,4 +402,5 @@ def test_paths_in_another_tree_are_refused_before_measuring(saved, tmp_path, cap
     words = write_rows(tmp_path / "texts.jsonl", *rows)
     assert main([str(saved.model), *words, "--path-column", "memory_ids"]) == 2
     message = "column 'memory_ids' of the text has 9 for level 2 in row 20; expected 0 to 8, or a row of -1"
-    assert message in capsys.readouterr().err and not measured
+    assert message in capsys.readouterr().err
+    assert not measured

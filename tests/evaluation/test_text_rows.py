@@ -26,7 +26,8 @@ def test_documents_are_kept_apart_and_long_ones_are_cut():
     documents = [words(3, 4, 5, 6, 7, 8), words(10, 11), words(12)]
     text = text_rows("text", documents, tiny_tokenizer(), CONFIG, sequence_length=3)
     rows = [(number, row.tolist()) for number, row in zip(text.documents, text.rows, strict=True)]
-    assert rows == [(0, [3, 4, 5, 6]), (0, [6, 7, 8]), (1, [10, 11])] and text.num_tokens == 6
+    assert rows == [(0, [3, 4, 5, 6]), (0, [6, 7, 8]), (1, [10, 11])]
+    assert text.num_tokens == 6
 
 
 FRAMES = {"$A <eos>": [], "<bos> $A": [1], "<bos> $A <eos>": [1], "<bos> <pad> $A": [1, 0]}
@@ -90,7 +91,8 @@ def test_losses_are_those_of_single_rows(batch_size):
     model.eval()
     for row, loss, tokens in zip(text.rows, losses.sums, losses.tokens, strict=True):
         expected = F.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum")
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and tokens == len(row) - 1
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert tokens == len(row) - 1
     assert losses.mean == pytest.approx(losses.sums.sum().item() / 7)
 
 
@@ -193,12 +195,15 @@ def test_text_has_an_answer(text, answer):
     ("Kyiv!", "Kyiv.", True, True),
 ])  # fmt: skip
 def test_place_restricts_where_an_answer_is_found(text, answer, starts, is_whole):
-    assert has_answer(text, answer, "start") == starts and has_answer(text, answer, "whole") == is_whole
+    assert has_answer(text, answer, "start") == starts
+    assert has_answer(text, answer, "whole") == is_whole
 
 
 def test_case_counts_if_asked():
-    assert has_answer(" na", "Na", "start") and not has_answer(" na", "Na", "start", match_case=True)
-    assert has_answer("1E3 Na", "Na", match_case=True) and has_answer("1E3", "1000", match_case=True)
+    assert has_answer(" na", "Na", "start")
+    assert not has_answer(" na", "Na", "start", match_case=True)
+    assert has_answer("1E3 Na", "Na", match_case=True)
+    assert has_answer("1E3", "1000", match_case=True)
 
 
 def test_numbers_are_read_in_order_of_the_text():

@@ -20,7 +20,7 @@ def test_entries_state_what_is_asked():
     assert [each["number"] for each in known] == list(range(1, 119))
     assert all(str(each["number"]) in each["text"] and each["symbol"] in each["text"] for each in known)
     countries = entries.entries_of_countries()
-    assert len(countries) == 60 and all(each["text"].count("\n") == 4 for each in countries)
+    assert [each["text"].count("\n") for each in countries] == [4] * 60
     products = entries.entries_of_products()
     assert len({each["port"] for each in products}) == len({each["name"] for each in products}) == 20
     assert all(each["text"].count(str(each["port"])) == 2 for each in products)
@@ -38,7 +38,8 @@ def test_entries_state_what_is_asked():
     ids=["number", "weight", "symbol", "value", "within"],
 )
 def test_right_answers(is_right, right, wrong):
-    assert all(map(is_right, right)) and not any(map(is_right, wrong))
+    assert all(map(is_right, right))
+    assert not any(map(is_right, wrong))
 
 
 def test_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
@@ -57,9 +58,12 @@ def test_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     base, front, front_with_name, model, named = main.reports(
         argparse.Namespace(**names, in_front=True, names_in_front=True, at_most=None, dtype="bfloat16")
     )
-    assert front["model"] == "base, text in front" and set(front["right"]) == set(base["right"]) == set(model["right"])
-    assert front_with_name["model"] == "base, NAME: TEXT in front" and front_with_name.keys() == front.keys()
-    assert named["model"] == f"{model['model']}, name in front" and named.keys() == front.keys()
+    assert front["model"] == "base, text in front"
+    assert set(front["right"]) == set(base["right"]) == set(model["right"])
+    assert front_with_name["model"] == "base, NAME: TEXT in front"
+    assert front_with_name.keys() == front.keys()
+    assert named["model"] == f"{model['model']}, name in front"
+    assert named.keys() == front.keys()
     assert base["articles with a name"] == {"nats": 0.0, "equal": 1, "texts": 1}
     assert model["articles without"] == {"nats": 0.0, "equal": 1, "texts": 1}
     assert model["articles with a name"]["equal"] == 0
@@ -67,16 +71,19 @@ def test_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     assert model["right"]["one of four"][1] == len(few)
 
 
-def test_lines_of_lists_and_repeated_tokens_are_counted(monkeypatch):
-    model = asked.Asked.__new__(asked.Asked)
-    model.in_front = asked.InFront([{"name": "iron", "text": "A metal."}], asked.the_text)
+def test_lines_of_lists_and_repeated_tokens_are_counted(models, monkeypatch):
+    in_front = asked.InFront([{"name": "iron", "text": "A metal."}], asked.the_text)
+    model = asked.Asked(str(models[0])).behind(in_front)
     model.tokenizer = lambda texts: {"input_ids": [[1, 2, 3, 4, 1, 2, 3, 4]]}
-    prompts, made = [], [" Gold: 79\n- gold: 79\n- iron: 26\n- tin: 5\nSee tin\n- zinc: 30"]
+    prompts = []
+    made = [" Gold: 79\n- gold: 79\n- iron: 26\n- tin: 5\nSee tin\n- zinc: 30"]
     monkeypatch.setattr(model, "continued", lambda texts, tokens: prompts.extend(texts) or made)
     numbers = {"oxygen": 8, "iron": 26, "gold": 79, "tin": 50, "zinc": 30}
     known = [{"name": name, "number": number} for name, number in numbers.items()]
-    assert model.lists(known) == {"right": 1, "wrong": 1, "repeated": 2} and model.repeats(known) == 0.2
-    assert prompts[0].startswith("A metal.\n\nA list") and prompts[0].endswith("- oxygen: 8\n- iron: 26\n-")
+    assert model.lists(known) == {"right": 1, "wrong": 1, "repeated": 2}
+    assert model.repeats(known) == 0.2
+    assert prompts[0].startswith("A metal.\n\nA list")
+    assert prompts[0].endswith("- oxygen: 8\n- iron: 26\n-")
 
 
 def test_seeds_are_one_point_of_the_picture(tmp_path, monkeypatch):
@@ -107,7 +114,8 @@ def test_conversations_ask_for_what_texts_say():
     for kind, of_kind in questions.of_conversations(known).items():
         for each in of_kind:
             asked_before = each.before[0] if each.before else each.prompt
-            assert (name(each.prompt) == "") == bool(each.before) and name(asked_before) != ""
+            assert (name(each.prompt) == "") == bool(each.before)
+            assert name(asked_before) != ""
             said = [text(asked_before), asked_before, *each.before[1:], each.prompt]
             # What is told or asked is in no message, and only all texts together have it.
             assert each.is_right is None or [each.is_right(part) for part in said] == [True] + [False] * (
@@ -119,9 +127,9 @@ def test_conversations_ask_for_what_texts_say():
             assert not kind.startswith("linked") or not each.is_right(linked)
 
 
-def test_chat_has_the_messages_before_a_question(tmp_path):
-    model = asked.Asked.__new__(asked.Asked)
-    model.in_front = asked.InFront([{"name": "Vesper", "text": "In hall 4."}], asked.the_name_and_text)
+def test_chat_has_the_messages_before_a_question(models):
+    in_front = asked.InFront([{"name": "Vesper", "text": "In hall 4."}], asked.the_name_and_text)
+    model = asked.Asked(str(models[0])).behind(in_front)
     question = questions.Question("When?", None, is_chat=True, before=("Where is Vesper?", "Vesper is in hall 4."))
     assert model._messages(question) == [
         {"role": "user", "content": "Vesper: In hall 4.\n\nWhere is Vesper?"},
@@ -175,7 +183,8 @@ def write_records(path: Path, records: list) -> Path:
 )
 def test_edits_are_read_and_incomplete_records_refused(read, records, edit, tmp_path):
     found = read(write_records(tmp_path / "records.json", records))
-    assert found[0] == edit and len(found) == 2
+    assert found[0] == edit
+    assert len(found) == 2
     assert found[0].entry == {"name": edit.name, "text": f"{edit.prompt} {edit.new}."}
     for field in records[1]:
         less = {key: value for key, value in records[1].items() if key != field}
@@ -227,7 +236,8 @@ def test_edits_are_asked_of_each_size(models, sizes, tmp_path, monkeypatch, caps
     assert all(line["counts"]["neighbours"] == [3, 3] for line in lines)
     sizes_given = [len(each) for each in given if each is not None]
     assert sizes_given == ([1, 1, 5] if sizes else [2]) * 2
-    assert {*given[-1]} >= {"Aalbeck", "Ida Vreeland"} and "gold" not in given[-1]
+    assert {*given[-1]} >= {"Aalbeck", "Ida Vreeland"}
+    assert "gold" not in given[-1]
 
 
 def test_beliefs_are_exchanged_within_their_relation(monkeypatch):
@@ -235,10 +245,12 @@ def test_beliefs_are_exchanged_within_their_relation(monkeypatch):
     known = {relation: [*facts] for relation in (beliefs.CAPITAL, beliefs.SYMBOL)}
     monkeypatch.setattr(beliefs, "believed", lambda base: {relation: [*each] for relation, each in known.items()})
     edits = beliefs.edits_of_beliefs(None)
-    assert edits == beliefs.edits_of_beliefs(None) and len(edits) == 40
+    assert edits == beliefs.edits_of_beliefs(None)
+    assert len(edits) == 40
     for relation in known:
         own = [each for each in edits if each.prompt == relation.prompt.format(name=each.name)]
-        assert len({each.old for each in own}) == 20 and {each.new for each in own} == {each.old for each in own}
+        assert len({each.old for each in own}) == 20
+        assert {each.new for each in own} == {each.old for each in own}
         assert all(each.new != each.old and (each.name, each.old) in facts for each in own)
         assert not {each.prompt for each in own} & {each.neighbours[0] for each in own}
     known[beliefs.SYMBOL] = facts[:2]

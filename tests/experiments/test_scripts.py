@@ -65,16 +65,19 @@ def learned(room, tmp_path_factory):
 def test_stages_are_measured_after_each(learned, way, capsys, monkeypatch):
     base, *after, end = learned(way, capsys, monkeypatch)
     assert [base["after"], *(line["after"] for line in after)] == ["base", *WORDS]
-    assert [line["tokens"] for line in after] == [128, 128] and end["gains"]["greek"] > 0
+    assert [line["tokens"] for line in after] == [128, 128]
+    assert end["gains"]["greek"] > 0
     assert after[0]["losses"]["greek"] < base["losses"]["greek"]
     assert end["backward_transfer"] == after[0]["losses"]["greek"] - after[1]["losses"]["greek"]
     if way == "replay":
         without = learned("in order", capsys, monkeypatch)
-        assert after[0] == without[1] and after[1]["losses"]["greek"] < without[2]["losses"]["greek"]
+        assert after[0] == without[1]
+        assert after[1]["losses"]["greek"] < without[2]["losses"]["greek"]
     if way == "routed":
         assert end["at_their_stage"]["greek"] == 1.0
     if way == "a memory each":  # what the second stage learned reads no n-gram of the first one's corpus
-        assert end["backward_transfer"] == 0.0 and after[0]["losses"]["numbers"] == base["losses"]["numbers"]
+        assert end["backward_transfer"] == 0.0
+        assert after[0]["losses"]["numbers"] == base["losses"]["numbers"]
 
 
 @pytest.mark.parametrize(("share", "counts"), [(0.2, [20, 82]), (0.5, [50, 52])])
@@ -92,7 +95,8 @@ def test_own_loop_is_measured(room, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["own_training", *words, "--steps", "4", "--sequence-length", "32"])
     own_training.main()
     result = json.loads(capsys.readouterr().out)
-    assert result["after"]["greek"] < result["before"]["greek"] and result["tokens"] == 4 * 4 * 32
+    assert result["after"]["greek"] < result["before"]["greek"]
+    assert result["tokens"] == 4 * 4 * 32
 
 
 @pytest.fixture
@@ -128,8 +132,10 @@ def test_resumed_curve_measures_as_one_run(draw_curve, tmp_path, capsys, monkeyp
     assert sorted(second) == ["full/0.01/seed-0", "full/0.02/seed-0", "midus-hml/0.01,value=0.02/seed-0"]
     for name, result in second.items():
         assert [point.step for point in result.curve] == [0, 1, 2, 3, 4]
-        assert result.curve == whole[name].curve and result.curve[:3] == first[name].curve
-        assert result.tokens == 4 * 64 and result.losses["plants"] < result.start.losses["plants"]
+        assert result.curve == whole[name].curve
+        assert result.curve[:3] == first[name].curve
+        assert result.tokens == 4 * 64
+        assert result.losses["plants"] < result.start.losses["plants"]
     assert second["midus-hml/0.01,value=0.02/seed-0"].starts_at_base
     capsys.readouterr()
     draw_curve("stops", *models, "--ends", "2", "4")

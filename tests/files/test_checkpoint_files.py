@@ -71,7 +71,7 @@ def test_tokenizer_files_are_known(kind):
     files = tokenizer_class_from_name(
         kind if kind.endswith("Backend") else f"{kind}Tokenizer"
     ).vocab_files_names.values()
-    assert files and all(is_of(file, TOKENIZER) for file in files)
+    assert {is_of(file, TOKENIZER) for file in files} == {True}
 
 
 CODE = {
@@ -199,4 +199,5 @@ def test_card_section_is_removed_with_any_line_end(newline):
 
 @pytest.mark.parametrize("card", ["", "model-index:\n", "---\na: 1\n---\nmodel-index:\n- x\n", "---\nmodel-index:\n"])
 def test_card_without_results_is_unchanged(card, capsys):
-    assert without_results(card, "training") == card and not capsys.readouterr().err
+    assert without_results(card, "training") == card
+    assert not capsys.readouterr().err

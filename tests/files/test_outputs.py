@@ -18,11 +18,14 @@ def test_atomic_write_replaces_only_when_complete(tmp_path):
         with pytest.raises(error), atomic_write(path) as partial:
             partial.write_text("half")
             raise error
-        assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+        assert path.read_text() == "old"
+        assert list(tmp_path.iterdir()) == [path]
     with atomic_write(path) as partial:
         partial.write_text("new")
-        assert path.read_text() == "old" and partial.parent == path.parent
-    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+        assert path.read_text() == "old"
+        assert partial.parent == path.parent
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_killed_write_leaves_nothing_to_the_next(tmp_path):
@@ -33,10 +36,12 @@ def test_killed_write_leaves_nothing_to_the_next(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     (left,) = tmp_path.iterdir()
-    assert left.name == ".record.json.midus-partial" and left.read_text() == "half"
+    assert left.name == ".record.json.midus-partial"
+    assert left.read_text() == "half"
     with atomic_write(tmp_path / "record.json") as partial, partial.open("a") as file:
         file.write("new")
-    assert (tmp_path / "record.json").read_text() == "new" and len(list(tmp_path.iterdir())) == 1
+    assert (tmp_path / "record.json").read_text() == "new"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("writing", [atomic_write, lambda path: OutputFolder(path).writing()], ids=["file", "folder"])
@@ -57,7 +62,8 @@ def test_concurrent_write_is_refused(tmp_path):
         first.write_text("first")
         with pytest.raises(ValueError, match="is being written by another process"), atomic_write(path):
             pass
-    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_written_file_has_usual_permissions(tmp_path):

@@ -104,10 +104,12 @@ def ends(day, tmp_path):
         elif words[:2] in (("midus", "train"), ("midus", "sft")) or words[1] == "--base":
             words = (*words, "--output", out)
         done = day.run(*words, token=case.token)
-        assert done.status == case.status and "Traceback" not in done.err, done.err
+        assert done.status == case.status, done.err
+        assert "Traceback" not in done.err, done.err
         assert all(said in done.out + done.err for said in case.says), done
         if case.status:
-            assert not out.exists() and 'File "' not in done.err
+            assert not out.exists()
+            assert 'File "' not in done.err
         return out
 
     return run
@@ -151,9 +153,12 @@ def test_cut_connection_is_a_sentence(words, fetched, part, day, faults, tmp_pat
     done = day.run(*words, *(() if words[1] == "ask" else ("--output", tmp_path / "out")))
     command = " ".join(words[:2]) if words[0] == "midus" else "upscale"
     last = done.err.splitlines()[-1]
-    assert done.status == 1 and last.startswith(f"{command}: the connection broke while {fetched} was being fetched (")
+    assert done.status == 1
+    assert last.startswith(f"{command}: the connection broke while {fetched} was being fetched (")
     assert last.endswith("Files that have come whole are kept: run the command again to fetch the rest.")
-    assert "Traceback" not in done.err and 'File "' not in done.err and not [*tmp_path.iterdir()]
+    assert "Traceback" not in done.err
+    assert 'File "' not in done.err
+    assert not [*tmp_path.iterdir()]
 
 
 @product

@@ -35,13 +35,18 @@ def test_model_without_its_parts_is_its_base(family, method):
     with pytest.raises(RuntimeError, match="stopped"), switched_off(model, parts):
         without = logits(model)
         raise RuntimeError("stopped")
-    assert torch.equal(without, logits(loaded(base))) and not torch.equal(without, usual)
-    assert torch.equal(logits(model), usual) and state_of(model) == state
+    assert torch.equal(without, logits(loaded(base)))
+    assert not torch.equal(without, usual)
+    assert torch.equal(logits(model), usual)
+    assert state_of(model) == state
     for part in parts:
         with switched_off(model, [part]):
             one = logits(model)
-        assert not torch.equal(one, usual) and (part.kind == "bank") == torch.equal(one, without)
-    assert torch.equal(logits(model), usual) and state_of(model) == state and record_of(model.config).has_whole_base
+        assert not torch.equal(one, usual)
+        assert (part.kind == "bank") == torch.equal(one, without)
+    assert torch.equal(logits(model), usual)
+    assert state_of(model) == state
+    assert record_of(model.config).has_whole_base
 
 
 def test_parts_are_named_by_what_they_are():
@@ -93,7 +98,7 @@ def test_ablation_losses_are_those_without_each_part(method):
         with switched_off(model, [part]):
             alone = row_losses(model, TEXT, batch_size=2)
         assert (row.part, row.kind, tuple(row.layers)) == (part.name, part.kind, part.layers)
-        assert row.loss == alone.mean and row.effect == effect_between(usual, alone)
+        assert (row.loss, row.effect) == (alone.mean, effect_between(usual, alone))
         assert row.effect.difference == pytest.approx(row.loss - usual.mean, abs=1e-9)
         assert row.effect.standard_error > 0
 
@@ -104,7 +109,8 @@ def test_ablation_fetches_by_each_documents_path(tmp_path):
     rows = replace(TEXT, paths=torch.tensor([[0, 1], [1, 4], [2, 6]]))
     *single, without_all = ablate(model, [rows], batch_size=2).effects
     assert without_all.loss == row_losses(loaded(base), TEXT, batch_size=2).mean
-    assert len(single) == 4 and all(row.effect.difference for row in single)
+    assert len(single) == 4
+    assert all(row.effect.difference for row in single)
 
 
 @pytest.mark.parametrize(
@@ -130,12 +136,15 @@ def test_ablation_report_has_every_number():
     rows = json.loads(json.dumps([row.row() for row in result.effects]))
     expected = [("block 1", "block", [1]), ("block 4", "block", [4]), ("all of them", "all", [])]
     assert [(row["part"], row["kind"], row["layers"]) for row in rows[::2]] == expected
-    assert rows[2]["difference"] == result.effects[2].effect.difference and rows[4]["loss"] == result.effects[4].loss
+    assert rows[2]["difference"] == result.effects[2].effect.difference
+    assert rows[4]["loss"] == result.effects[4].loss
     table = ablation_table(result)
-    assert table.rows[0][:2] == ["none", f"{result.losses['text']:.5f}"] and "±" in table.rows[1][1]
+    assert table.rows[0][:2] == ["none", f"{result.losses['text']:.5f}"]
+    assert "±" in table.rows[1][1]
     assert table.rows[-1][:2] == ["loss of the base's layers", f"{result.effects[4].loss:.5f}"]
     left, right = draw_panels(ablation_panels(result), one_scale=True).axes
-    assert left.get_xlim() == right.get_xlim() and "± one standard error" in left.get_xlabel()
+    assert left.get_xlim() == right.get_xlim()
+    assert "± one standard error" in left.get_xlabel()
     finding, largest = ablation_finding(result), max(result.effects[:4], key=lambda row: abs(row.effect.difference))
     assert f"the loss changes by {result.effects[4].effect:+.4f} on text and " in finding
     assert f"{largest.part} changes it most" in finding

@@ -56,7 +56,8 @@ def test_depth_slots_name_the_layer_that_wrote_them():
             return {reading.layer: [str(slot) for slot in reading.slots] for reading in readings}
 
     slots = slots_of("reused")
-    assert slots[2] == ["0 attention", "0 ffn", "1 attention", "1 ffn"] and list(slots) == [1, 2, 3]
+    assert slots[2] == ["0 attention", "0 ffn", "1 attention", "1 ffn"]
+    assert list(slots) == [1, 2, 3]
     assert slots_of("some") == {2: ["0 ffn"], 3: ["0 ffn", "2 ffn"]}
 
 
@@ -105,7 +106,8 @@ def test_closed_gate_reads_no_depth_unless_added():
 def test_depth_table_names_what_is_read_most():
     readings = read(depth_model(kind="reused"), rows(12))
     first, last, rest = readings[0], readings[-1], depth_rows(readings)[0]
-    assert rest["shares"] == first.shares.tolist() and rest["slots"][1] == {"layer": 0, "source": "ffn"}
+    assert rest["shares"] == first.shares.tolist()
+    assert rest["slots"][1] == {"layer": 0, "source": "ffn"}
     table, of_heads, of_slots = depth_table(readings), first.shares.sum(1), last.shares.mean(0)
     assert table.rows[0][2] == f"{of_heads.max():.1%} ({int(of_heads.argmax())})"
     assert table.rows[-1][-1].startswith(f"{last.slots[int(of_slots.argmax())]} {of_slots.max():.1%}, ")
@@ -121,7 +123,7 @@ def test_head_map_agrees_with_recorded_shares(attention, kind):
     *_, reading = read(model, text)
     for head in range(HEADS):
         result = depth_map(model, text.rows[0][:-1], 3, head)
-        assert result.sequence.shape == (9, 9) and result.depth.shape == (9, len(result.slots))
+        assert (result.sequence.shape, result.depth.shape) == ((9, 9), (9, len(result.slots)))
         total = 1.0 if kind == "reused" else 2 - reading.gates[head].item()
         both = result.sequence.sum(1) + result.depth.sum(1)
         torch.testing.assert_close(both, torch.full((9,), total, dtype=torch.float64))
@@ -139,7 +141,8 @@ def test_map_without_depth_is_the_models_attention():
     for head in range(HEADS):
         result = depth_map(model, row, 2, head)
         torch.testing.assert_close(result.sequence, weights[2][0, head].detach())
-        assert not result.depth.any() and model.training
+        assert not result.depth.any()
+        assert model.training
     assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
 
 

@@ -50,7 +50,8 @@ def test_unfound_spellings_and_containing_names_are_listed():
     assert merlin["not_found"] == "nacl (lower case), NACL (capitals)"
     also = ["an s", "other separators, an s", "other separators"]
     assert [row["also_with"] for row in (merlin, cache, unit)] == also
-    assert merlin["within"] == "Merlin cache" and cache["within"] == ""
+    assert merlin["within"] == "Merlin cache"
+    assert cache["within"] == ""
     # The tiny tokenizer has no token for a no-break space.
     assert cache["not_found"] == "Merlin\u00a0cache (no-break spaces)"
     assert [row["entry"] for row in check_glossary(model, limit=1)] == ["Merlin"]
@@ -108,14 +109,18 @@ def test_status_is_1_if_fewer_values_are_right_than_asked(folder, capsys, tmp_pa
     assert look(["glossary", str(folder / "model"), "--at-least", "1", "--output", str(tmp_path / "all.csv")]) == 1
     said, message = capsys.readouterr(), "0.0% of the values come back; expected at least 100.0% (--at-least)."
     assert said.err.splitlines()[-1] == f"midus look glossary: {message}"
-    assert "the entries' own sentences" in said.out and "--questions" in said.out
-    assert "0 of 3 values come back with packs" in said.out and "no capitalised word: 1." in said.out
+    assert "the entries' own sentences" in said.out
+    assert "--questions" in said.out
+    assert "0 of 3 values come back with packs" in said.out
+    assert "no capitalised word: 1." in said.out
     rows = list(csv.DictReader((tmp_path / "all.csv").open()))
-    assert [row["entry"] for row in rows] == ["Merlin", "Unit 1", "Merlin cache"] and rows[0]["lost"] == "80, Q"
+    assert [row["entry"] for row in rows] == ["Merlin", "Unit 1", "Merlin cache"]
+    assert rows[0]["lost"] == "80, Q"
     for least in ([], ["--at-least", "0"]):
         assert look(["glossary", str(folder / "model"), "--json", *least]) == 0
         assert json.loads(capsys.readouterr().out)["share"] == 0
-    assert look(["glossary", str(folder / "base")]) == 2 and "expected one upscaled with" in capsys.readouterr().err
+    assert look(["glossary", str(folder / "base")]) == 2
+    assert "expected one upscaled with" in capsys.readouterr().err
 
 
 def said_by(folder, text):
@@ -143,10 +148,11 @@ def test_questions_are_asked_with_packs_without_and_after_texts(folder, capsys, 
     assert printed.err.splitlines()[-1].endswith(message)
     assert "1 of 3 answers are right with packs, 1 without, 1 with the text in front." in printed.out
     written = list(csv.DictReader((tmp_path / "all.csv").open()))
-    assert {row["said"] for row in written} == {said["right"]} and written[-1]["right"] == "True"
+    assert {row["said"] for row in written} == {said["right"]}
+    assert written[-1]["right"] == "True"
     for row in written:
         (key,) = [key for key in said if row[key] == "True"]
-        assert row["question"] == question and row["answer"] == said[key].swapcase()
+        assert (row["question"], row["answer"]) == (question, said[key].swapcase())
     assert look([*words, "--at-least", "0.3", "--limit", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["share"] == 1
     write_rows(path, [{"question": "Are Merlins at Unit-1, Merlin?", "answer": "no"}])
@@ -185,4 +191,5 @@ def test_glossary_table_has_the_worst_entries():
     row = {"values": 1, **dict.fromkeys(("right", "without", "front"), 0)}
     row |= dict.fromkeys(("lost", "not_found", "also_with", "within"), "")
     table = glossary_table([{"entry": str(number), **row} for number in range(32)])
-    assert len(table.rows) == 30 and "2 more in --output FILE.csv" in table.title
+    assert len(table.rows) == 30
+    assert "2 more in --output FILE.csv" in table.title

@@ -52,7 +52,8 @@ def test_slot_counts_are_those_of_a_loop(family, kind):
     with record_usage(model) as usage, torch.no_grad():
         for seed in (1, 2):
             model(prompt(length=6, seed=seed), use_cache=False)
-    assert usage.keys() == expected.keys() and {counts.dtype for counts in usage.values()} == {torch.int64}
+    assert usage.keys() == expected.keys()
+    assert {counts.dtype for counts in usage.values()} == {torch.int64}
     assert all(torch.equal(counts, expected[position]) for position, counts in usage.items())
 
 
@@ -101,7 +102,8 @@ def test_compiled_and_wrapped_models_are_counted():
     model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
     with record_usage(model) as usage:
         model(tokens, use_cache=False)
-    assert list(map(str, usage)) == ["1", "4"] and all(counts.any() for counts in usage.values())
+    assert list(map(str, usage)) == ["1", "4"]
+    assert all(counts.any() for counts in usage.values())
 
 
 def test_usage_summary_averages_heads():
@@ -147,7 +149,8 @@ def test_block_tokens_are_counted_without_padding(fetching):
         ["text", "hier-ffn level 3", "27", "11.1%", "9.4%", "60.00%"],
     ]
     lines = list(every_count({"text": usage}))
-    assert len(lines) == 3 + 27 and sum(line["count"] == 0 for line in lines) == 1 + 24
+    assert len(lines) == 3 + 27
+    assert sum(line["count"] == 0 for line in lines) == 1 + 24
     assert lines[1] == {"text": "text", "memory": FIRST, "head": 0, "number": 1, "count": 13}
 
 

@@ -73,7 +73,9 @@ def test_watched_model_computes_the_same_and_keeps_no_hook(watch, tmp_path):
             with watch.record(model) as inner:
                 assert hooks_and_attributes(model) != before
                 assert torch.equal(model(ROW, **watch.inputs).logits, usual)
-    assert watch.tokens(outer) == {10} and watch.tokens(inner) == {5} and hooks_and_attributes(model) == before
+    assert watch.tokens(outer) == {10}
+    assert watch.tokens(inner) == {5}
+    assert hooks_and_attributes(model) == before
     with pytest.raises(RuntimeError, match="stopped"), watch.record(model):
         raise RuntimeError("stopped")
     assert hooks_and_attributes(model) == before
@@ -93,7 +95,8 @@ def test_watched_training_is_unchanged_and_counts_once(watch, how, tmp_path):
         gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
         results.append({"loss": loss, **gradients, **{f"state {key}": one for key, one in model.state_dict().items()}})
     plain, watched = results
-    assert plain.keys() == watched.keys() and any(watch.memory in name for name in plain)
+    assert plain.keys() == watched.keys()
+    assert any(watch.memory in name for name in plain)
     assert all(torch.equal(tensor, watched[name]) for name, tensor in plain.items())
     assert watch.tokens(recorded) == {5}
 

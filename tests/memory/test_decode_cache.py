@@ -261,7 +261,9 @@ def test_generate_caches_for_one_call_and_follows_weights(native_family, case, t
 
     def check():
         actual = model.generate(prompt(7), **settings)
-        assert len(memories) == 2 and seen == [True] * 8 and all(not is_cached(memory) for memory in memories)
+        assert len(memories) == 2
+        assert seen == [True] * 8
+        assert all(not is_cached(memory) for memory in memories)
         expected = logits(model, actual.sequences)[:, 6:-1]
         torch.testing.assert_close(torch.stack(actual.logits, 1).to(expected.dtype), expected, **CLOSE[case.dtype])
         assert seen[8:] == [False] * 2

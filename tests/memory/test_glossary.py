@@ -54,7 +54,8 @@ def rows_of(*entries):
 def test_rows_with_the_same_names_are_joined():
     again = Entry(("Fe", "Iron ore"), "Heavy.")
     entries, repeated = joined(rows_of(IRON, again, IRON))
-    assert entries == {"row 1": IRON._replace(text="A metal.\nHeavy.")} and repeated == 1
+    assert entries == {"row 1": IRON._replace(text="A metal.\nHeavy.")}
+    assert repeated == 1
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,8 @@ def test_entries_change_by_any_form_of_a_name():
     glossary.add(["New York", "Big Apple"], "A city.")
     glossary.replace("New\u00a0 York", "A large city.")
     assert [*glossary] == [IRON, Entry(("New York", "Big Apple"), "A large city.")]
-    assert glossary.remove("iron  ore", "Fe") == [IRON] and len(glossary) == 1
+    assert glossary.remove("iron  ore", "Fe") == [IRON]
+    assert len(glossary) == 1
     assert [found.entry for found in find_names(glossary.index, "Fe, Iron ore and the Big Apple")] == [3]
 
 
@@ -135,7 +137,8 @@ def test_name_removes_all_entries_it_finds():
     glossary = Glossary(tiny_tokenizer(), entries)
     with pytest.raises(ValueError, match="names of 2 entries, 'Merlin', 'Merlin'; expected names of one"):
         glossary.replace("Merlin", "x")
-    assert glossary.remove("Merlin") == entries[:2] and [*glossary] == [IRON]
+    assert glossary.remove("Merlin") == entries[:2]
+    assert [*glossary] == [IRON]
     assert not glossary.opened(glossary.spelling.ids("The Merlin is an Old bird."))
 
 
@@ -171,7 +174,7 @@ def test_wrong_row_changes_nothing():
     ):
         with pytest.raises(ValueError, match=message):
             replace(*names)
-        assert [*glossary] == before
+        assert [*glossary] == before, names
     replace("Fe", "Iron ore")
     assert [*glossary] == [before[1], IRON._replace(text="1\n2")]
 
@@ -219,7 +222,8 @@ def test_refused_changes_change_nothing(change, names, text, message):
     glossary = Glossary(tiny_tokenizer(), [IRON])
     with pytest.raises(ValueError) as refused:
         getattr(glossary, change)(names, *([] if text is None else [text]))
-    assert message in str(refused.value) and [*glossary] == [IRON]
+    assert message in str(refused.value)
+    assert [*glossary] == [IRON]
     assert [found.entry for found in find_names(glossary.index, "Fe")] == [1]
 
 
@@ -230,7 +234,9 @@ def test_named_and_linked_entries_are_in_text_order():
     def named(text):
         return glossary.named(glossary.spelling.ids(text))
 
-    assert named("New York, iron ore, York, Fe") == [3, 1, 2] and named("New Yorkers York") == [2] and named("") == []
+    assert named("New York, iron ore, York, Fe") == [3, 1, 2]
+    assert named("New Yorkers York") == [2]
+    assert named("") == []
     assert [glossary.linked(number) for number in (1, 2, 3)] == [(), (1,), (2, 1)]
     glossary.remove("Fe")
     assert [glossary.linked(number) for number in (1, 2, 3)] == [(), (), (2,)]
@@ -249,9 +255,11 @@ def test_names_with_an_s_are_found_unless_taken():
     assert glossary.forms(ids("Old-birds, old birds, OLD BIRD, leads, old b c")) == forms
     assert not glossary.opened(ids("of leads is"))[1:]
     glossary.add("Old birds", "y")
-    assert glossary.named(ids("old-birds")) == [4] and glossary.forms(ids("old-birds old birds")) == {"old-birds": 4}
+    assert glossary.named(ids("old-birds")) == [4]
+    assert glossary.forms(ids("old-birds old birds")) == {"old-birds": 4}
     glossary.remove("old_birds")
-    assert glossary.named(ids("old birds")) == [2] and glossary.remove("OLD BIRDS") == [Entry(("Old bird",), "x")]
+    assert glossary.named(ids("old birds")) == [2]
+    assert glossary.remove("OLD BIRDS") == [Entry(("Old bird",), "x")]
 
 
 def test_open_at_end_needs_the_glossary_of_a_model():
@@ -261,7 +269,8 @@ def test_open_at_end_needs_the_glossary_of_a_model():
 
 def test_similar_names_are_suggested():
     glossary = Glossary(tiny_tokenizer(), [IRON, Entry(("New York",), "A city.")])
-    assert glossary.suggest_names("Where is Nev York?") == ["New York"] and glossary.suggest_names("What is it?") == []
+    assert glossary.suggest_names("Where is Nev York?") == ["New York"]
+    assert glossary.suggest_names("What is it?") == []
 
 
 NAMES = ["Ann", "19", "lead", "New York", "York", "C++", "gate-way", "京"]
@@ -309,4 +318,5 @@ def test_opened_entries_are_those_a_pass_reads(kind, parts):
 def test_begun_word_opens_an_entry():
     glossary = Glossary(tiny_tokenizer(), [Entry(("Ann",), "x"), Entry(("York",), "x")])
     assert glossary.opened(glossary.spelling.ids("Annapolis, of York")) == [(2, 1), (16, 2)]
-    assert not find_names(glossary.index, "Annapolis") and not glossary.opened(glossary.spelling.ids("An napolis"))
+    assert not find_names(glossary.index, "Annapolis")
+    assert not glossary.opened(glossary.spelling.ids("An napolis"))

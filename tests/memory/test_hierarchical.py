@@ -202,9 +202,12 @@ def test_block_sizes_are_those_of_appendix_i(kind):
 def test_fetching_memory_has_no_tensors(kind):
     options = TYPES[kind]()
     assert getattr(options, "alpha", 2.0) == 2.0
-    assert options.sizes == [256, 64, 16, 0] and options.branching == 16 and options.without_ids == "none"
-    assert options.tensors(SIZES) == {} and options.tables(SIZES, LAYERS) == ()
-    assert not list(build_memory(options, SIZES).parameters()) and not list(build_memory(options, SIZES).buffers())
+    assert (options.sizes, options.branching, options.without_ids) == ([256, 64, 16, 0], 16, "none")
+    assert options.tensors(SIZES) == {}
+    assert options.tables(SIZES, LAYERS) == ()
+    memory = build_memory(options, SIZES)
+    assert not list(memory.parameters())
+    assert not list(memory.buffers())
 
 
 def test_memories_of_one_tree_have_separate_banks():
@@ -212,7 +215,7 @@ def test_memories_of_one_tree_have_separate_banks():
     others = {**entry, "type": "hier-kv", "layers": [1]}, {**entry, "name": "second"}
     layouts = block_layouts(read_memories([entry, *others], SIZES))
     assert list(layouts) == ["hier-ffn", "hier-kv", "second"]
-    assert layouts["hier-kv"].layers == (1,) and layouts["second"].memory_type == "hier-ffn"
+    assert (layouts["hier-kv"].layers, layouts["second"].memory_type) == ((1,), "hier-ffn")
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "auto"])

@@ -28,7 +28,8 @@ def test_cache_changes_states_as_its_layers(state):
     cache.update(torch.arange(3.0)[:, None, None, None], torch.zeros(3, 1, 1, 1), 0)
     cache.layers.append(state)
     cache.batch_repeat_interleave(2)
-    assert kept(state)[0] == [1, 1, 2, 2, 3, 3] and cache.layers[0].keys.flatten().tolist() == [0, 0, 1, 1, 2, 2]
+    assert kept(state)[0] == [1, 1, 2, 2, 3, 3]
+    assert cache.layers[0].keys.flatten().tolist() == [0, 0, 1, 1, 2, 2]
     cache.reorder_cache(torch.tensor([5, 4, 3, 2, 1, 0]))
     assert kept(state) == ([3, 3, 2, 2, 1, 1], [3.0, 3.0, 2.0, 2.0, 1.0, 1.0])
     cache.batch_select_indices(torch.tensor([4, 0, 0]))
@@ -40,7 +41,8 @@ def test_cache_changes_states_as_its_layers(state):
 
 
 def test_states_hold_no_tokens_that_a_cache_would_count(state):
-    assert state.get_seq_length() == 0 and state.get_max_length() == -1
+    assert state.get_seq_length() == 0
+    assert state.get_max_length() == -1
     assert state.get_mask_sizes(7) == (7, 0)
     state.offload()
     assert kept(state)[0] == [1, 2, 3]
@@ -49,9 +51,11 @@ def test_states_hold_no_tokens_that_a_cache_would_count(state):
 def test_kept_tensors_of_equal_shape_are_overwritten(state):
     before = state.kept["count"]
     state.keep({"count": torch.tensor([4, 5, 6])})
-    assert state.kept["count"] is before and kept(state) == ([4, 5, 6], [1.0, 2.0, 3.0])
+    assert state.kept["count"] is before
+    assert kept(state) == ([4, 5, 6], [1.0, 2.0, 3.0])
     state.keep({"count": torch.tensor([7])})
-    assert before.tolist() == [4, 5, 6] and state.kept["count"].tolist() == [7]
+    assert before.tolist() == [4, 5, 6]
+    assert state.kept["count"].tolist() == [7]
 
 
 def test_kept_tensor_is_a_copy_without_gradient():
@@ -61,15 +65,18 @@ def test_kept_tensor_is_a_copy_without_gradient():
     state.keep({"total": total})
     with torch.no_grad():
         total.zero_()
-    assert state.kept["total"].tolist() == [1, 1] and not state.kept["total"].requires_grad
+    assert state.kept["total"].tolist() == [1, 1]
+    assert not state.kept["total"].requires_grad
 
 
 def test_states_follow_the_layers_of_a_cache():
     cache, wanted = DynamicCache(), {("a", 0): CROPPABLE, ("b", 1): SimpleNamespace(is_croppable=False, rollback=None)}
     states = states_in(cache, wanted, 3)
-    assert len(cache.layers) == 5 and cache.layers[3:] == [states["a", 0], states["b", 1]]
+    assert len(cache.layers) == 5
+    assert cache.layers[3:] == [states["a", 0], states["b", 1]]
     assert (states["a", 0].is_croppable, states["b", 1].is_croppable) == (True, False)
-    assert states_in(cache, wanted, 3) == states and len(cache.layers) == 5
+    assert states_in(cache, wanted, 3) == states
+    assert len(cache.layers) == 5
 
 
 def test_uncroppable_state_refuses_to_crop(state):

@@ -205,7 +205,9 @@ def test_open_entries_are_read_in_naming_order(linked, options, expected):
     for token in range(len(pieces)):
         row.read(token, token)
     key, place = row.pack()
-    assert (key.entries, place) == expected and not key.in_chat and not key.words
+    assert (key.entries, place) == expected
+    assert not key.in_chat
+    assert not key.words
 
 
 WRITTEN = st.text(LETTERS, min_size=1, max_size=6).filter(lambda text: spelled(text)[0])
@@ -238,14 +240,16 @@ def test_pack_stays_at_a_name_that_soon_repeats():
     for token in range(len(pieces)):
         row.read(token, token)
         places.append(row.pack()[1])
-    assert sorted({*places}) == [0, 72] and places.index(72) == 72
+    assert sorted({*places}) == [0, 72]
+    assert places.index(72) == 72
 
 
 @pytest.mark.parametrize("order", itertools.permutations(["Harrow", "Harrows", "harrow-s"]), ids="-".join)
 def test_name_hides_the_same_form_of_another(order):
     names = [name_of(at, name) for at, name in enumerate(order)]
     harrow, harrows = order.index("Harrow"), order.index("Harrows")
-    assert NameIndex(names, ()).entries_of("harrows") == [harrows] and not NameIndex().entries_of("harrows")
+    assert NameIndex(names, ()).entries_of("harrows") == [harrows]
+    assert not NameIndex().entries_of("harrows")
     assert NameIndex(names[:harrows] + names[harrows + 1 :], ()).entries_of("HARROWS") == [harrow]
 
 
@@ -281,7 +285,8 @@ def test_token_pieces_spell_the_text(kind):
         assert [spelling.piece(token) for token in range(len(tokenizer))] == [None, *expected]
     else:
         assert b"".join(map(spelling.piece, spelling.ids("Aé ü b\n"))).decode() == "Aé ü b\n"
-    assert spelling.piece(len(tokenizer)) is None and spelling.piece(-1) is None
+    assert spelling.piece(len(tokenizer)) is None
+    assert spelling.piece(-1) is None
     tokenizer.add_tokens(["<extra> é"])
     assert TokenSpelling(tokenizer).piece(len(tokenizer) - 1) == "<extra> é".encode()
 
@@ -296,7 +301,8 @@ def test_names_that_tokens_do_not_spell():
         return spells(spelling, spelling.ids_of([text], special_tokens=False)[0], text)
 
     assert [is_spelled(lower, text) for text in ("New  York", "Newark", "New'York")] == [True, False, False]
-    assert is_spelled(tiny_tokenizer(), "é\u00e9 ü") and not is_spelled(tiny_tokenizer(), "ö")
+    assert is_spelled(tiny_tokenizer(), "é\u00e9 ü")
+    assert not is_spelled(tiny_tokenizer(), "ö")
 
 
 def test_slow_tokenizer_is_refused():
@@ -310,7 +316,8 @@ def test_texts_end_where_something_may_follow():
     frame = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     tokenizer.backend_tokenizer.post_processor = frame
     begin, letter = TokenSpelling(tokenizer).ids("a")
-    assert begin == 1 and letter != 2
+    assert begin == 1
+    assert letter != 2
 
 
 def test_exchanged_index_is_that_of_the_other_names():
@@ -324,7 +331,7 @@ def test_exchanged_index_is_that_of_the_other_names():
         index = index.exchanged(removed, added)
         names = [*kept, *added]
         expected = NameIndex(names, {"abx"})
-        assert index.by_folded == expected.by_folded
-        assert index._forms == expected._forms
-        assert index._ordered == expected._ordered
-        assert index.lookback_tokens == expected.lookback_tokens
+        assert index.by_folded == expected.by_folded, first
+        assert index._forms == expected._forms, first
+        assert index._ordered == expected._ordered, first
+        assert index.lookback_tokens == expected.lookback_tokens, first

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from memory.test_ngram import EXACT, HASHED, IDS, SIZES, assert_same, filled, run, states, tables_of
+from memory.test_engram import EXACT, HASHED, IDS, SIZES, assert_same, filled, run, states, tables_of
 from paged_engine import Attention, Engine
 
 from midus_hf.memories.engram.layer import PagedEngramMemory

@@ -82,7 +82,8 @@ def test_random_addressing_keeps_gradients_of_pre_values():
     states = torch.randn(1, 9, HIDDEN, requires_grad=True)
     memory(states).sum().backward()
     assert states.grad.any()
-    assert memory.query_projection.weight.grad is None and memory.pre_projection.weight.grad.any()
+    assert memory.query_projection.weight.grad is None
+    assert memory.pre_projection.weight.grad.any()
 
 
 def test_content_addressing_draws_nothing(memory_type):
@@ -99,10 +100,12 @@ def test_random_directions_keep_lengths(dtype):
     vectors = torch.randn(50, 8, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
     torch.manual_seed(0)
     drawn = random_directions(vectors)
-    assert drawn.dtype == dtype and drawn.shape == vectors.shape and not drawn.requires_grad
+    assert (drawn.dtype, drawn.shape) == (dtype, vectors.shape)
+    assert not drawn.requires_grad
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
     lengths = [of.detach().double().norm(dim=-1) for of in (drawn, vectors)]
     torch.testing.assert_close(*lengths, rtol=tolerance, atol=tolerance)
     cosines = torch.cosine_similarity(drawn.double(), vectors.detach().double(), dim=-1)
-    assert cosines.mean().abs() < 0.2 and cosines.std() > 0.2
+    assert cosines.mean().abs() < 0.2
+    assert cosines.std() > 0.2
     assert torch.equal(random_directions(torch.zeros(3, 4)), torch.zeros(3, 4))

@@ -22,13 +22,14 @@ def test_every_layer_has_its_declared_tensors():
         options = options_class()
         memory = build_memory(options, SIZES, 1, 3)
         declared = {tensor: value.shape for tensor, value in options.tensors(SIZES).items()}
-        assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared
-        assert set(tensor_names(memory, "buffer")) == {tensor for tensor, _ in memory.named_buffers()}
+        assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared, name
+        assert set(tensor_names(memory, "buffer")) == {tensor for tensor, _ in memory.named_buffers()}, name
         shared = [tensor for tables in options.tables(SIZES, (0, 1)) for tensor in tables.tensors.values()]
         blocks = options.fetched(SIZES) if isinstance(options, HierarchicalOptions) else None
         fetched = [tensor for tensors in blocks.levels for tensor in tensors.values()] if blocks else []
         roles = {tensor.role for tensor in (*options.tensors(SIZES).values(), *shared, *fetched)}
-        assert (roles & {"value", "gate"} or name == "packs") and memory.__doc__, name
+        assert roles & {"value", "gate"} or name == "packs", name
+        assert memory.__doc__, name
 
 
 def test_second_layer_of_options_is_refused_unless_redefined(monkeypatch):
@@ -114,4 +115,5 @@ def test_loaded_parameter_is_not_initialised_again():
     memory.value_bank = filled
     keys = memory.row_keys.clone()
     memory.reset_parameters()
-    assert memory.value_bank.all() and not torch.equal(memory.row_keys, keys)
+    assert memory.value_bank.all()
+    assert not torch.equal(memory.row_keys, keys)

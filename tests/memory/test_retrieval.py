@@ -38,7 +38,8 @@ def test_declared_tensors_are_those_of_the_paper(memory_type):
     assert memory_type == "midus-linear" or not torch.equal(memory.row_keys, memory.column_keys)
     many = torch.empty(1000)
     Uniform(0.25).fill(many, torch.Generator().manual_seed(0))
-    assert -0.25 <= many.min() < -0.24 and 0.24 < many.max() <= 0.25
+    assert -0.25 <= many.min() < -0.24
+    assert 0.24 < many.max() <= 0.25
 
 
 @pytest.mark.parametrize("name", ["midus-pkm", "midus-linear"])
@@ -48,7 +49,8 @@ def test_model_initialises_the_query_projection_as_declared(family, name):
     torch.manual_seed(0)
     memory = AutoModelForCausalLM.from_config(config).model.layers[1].memory
     assert memory.query_projection.weight.std().item() == pytest.approx(1 / 8, rel=0.1)
-    assert (memory.query_variance == 1).all() and not memory.value_bank.any()
+    assert (memory.query_variance == 1).all()
+    assert not memory.value_bank.any()
 
 
 EPS, MOMENTUM = 1e-5, 0.1
@@ -142,7 +144,8 @@ def test_empty_and_one_token_batches_run(memory_type, batch, tokens, training):
     memory = acting(retrieving(memory_type, query_norm="batch")).train(training)
     before = memory.query_mean.clone()
     output = memory(read_by(memory, batch, tokens))
-    assert output.shape == (batch, tokens, 24) and output.isfinite().all()
+    assert output.shape == (batch, tokens, 24)
+    assert output.isfinite().all()
     assert torch.equal(before, memory.query_mean) != (training and batch * tokens > 0)
 
 

@@ -81,13 +81,15 @@ def test_layer_reports_the_loss_of_loops(routing, rows, options):
 
 def test_loss_is_the_mean_of_layers_and_sum_of_memories():
     reports = RouterReports()
-    assert reports.loss() is None and reports.logits() == ()
+    assert reports.loss() is None
+    assert reports.logits() == ()
     for layer_index, name, loss in ((3, "a", 5.0), (1, "a", 1.0), (2, "b", 10.0)):
         reports.store(name, layer_index, torch.full((1, 8), loss), torch.tensor(loss))
     assert reports.loss().item() == (5 + 1) / 2 + 10
     assert [logits[0, 0].item() for logits in reports.logits()] == [1, 10, 5], "in the order of layers"
     reports.store("a", 1, torch.zeros(1, 8), torch.tensor(3.0))  # a layer that is computed again
-    assert reports.loss().item() == (5 + 3) / 2 + 10 and len(reports.logits()) == 3
+    assert reports.loss().item() == (5 + 3) / 2 + 10
+    assert len(reports.logits()) == 3
 
 
 def test_router_without_gradients_is_refused():

@@ -145,7 +145,8 @@ def test_open_entries_stay_open_through_a_conversation(name, kind):
     for chat, entries in chats:
         for said in ("", "It is\n\nport 8", "<think>\nWell:\n\nit is so.\n</think>\n\nThe answer\nis"):
             key = open_behind(tokenizer, ids_of(tokenizer, chat, said))
-            assert key.entries[-len(entries) :] == entries and key.in_chat, (chat, said)
+            assert key.entries[-len(entries) :] == entries, (chat, said)
+            assert key.in_chat, (chat, said)
             words = tokenizer.decode(key.words, clean_up_tokenization_spaces=False)
             assert words.strip().endswith("Which port does the"), (chat, said)
     ids = ids_of(tokenizer, asked, enable_thinking=False)
@@ -174,7 +175,7 @@ def test_answer_does_not_move_an_open_entry():
         row = OpeningTracker(glossary, PacksOptions())
         readings_of(row, ids, range(len(ids)), None)
         before = row.pack()
-        assert before[0].entries == (1, 2)
+        assert before[0].entries == (1, 2), said
         for at, token in enumerate(tokenizer(said, add_special_tokens=False)["input_ids"], len(ids)):
             row.read(token, at)
         assert (row.pack() == before) is (said != " Mer"), said
@@ -245,7 +246,8 @@ def test_chats_without_marks_are_plain_text(template):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     glossary = Glossary(tokenizer)
-    assert glossary.chat_marks is None and glossary.token_prefix(True) == glossary.spelling.in_front
+    assert glossary.chat_marks is None
+    assert glossary.token_prefix(True) == glossary.spelling.in_front
     assert str(glossary.chat_remark).startswith(WITHOUT_MARKS[template])
 
 
@@ -296,4 +298,5 @@ def test_pack_is_open_to_the_end_of_its_line(text, read):
         row.read(token, at)
         steps += [at] if row.pack() else []
         before = row.state
-    assert tokenizer.decode([ids[at] for at in whole]) == read and steps == whole
+    assert tokenizer.decode([ids[at] for at in whole]) == read
+    assert steps == whole

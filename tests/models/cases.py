@@ -112,7 +112,7 @@ for _name, _kinds in FETCHING.items():
     _count = 1 if _name in memory_models.FETCHING else len(_kinds)
     CASES[_name] = Case(partial(_fetched, kind=_kinds), {"base": FEW, "layers": [1]}, fetches=_count)
 # Rows whose lines of ours other rows run too. They run with the product, and except for headwise, which another row has in every
-# layer, in test_depth.py, test_outputs.py and test_hierarchical.py, which have a test for each kind.
+# layer, in test_moda.py, test_outputs.py and test_hierarchical.py, which have a test for each kind.
 _REPEATED = {"midus-hml", "ultramem own", "ultramem ring", *memory_models.FETCHING} - {"hier-kv"}
 _REPEATED |= {f"depth {kind}" for kind in ("default", "bias", "some", "attention", "added to reused")}
 USUAL = [name for name in CASES if name not in _REPEATED]

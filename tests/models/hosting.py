@@ -22,7 +22,8 @@ def host_of(native: PreTrainedModel, *entries: dict[str, Any], seed: int = 0) ->
     torch.manual_seed(seed)
     model = FAMILIES[native.config.model_type](config).to(native.dtype)
     missing = model.load_state_dict(native.state_dict(), strict=False)
-    assert not missing.unexpected_keys and all(".memor" in name for name in missing.missing_keys)
+    assert not missing.unexpected_keys
+    assert all(".memor" in name for name in missing.missing_keys)
     return model.eval()
 
 

@@ -47,7 +47,8 @@ def test_cached_step_is_one_graph_with_one_call_of_the_op(counting):
         with torch.no_grad(), decode_cache(model):
             model(input_ids=prompt(), **{CACHE: cache}, use_cache=True)
             found.append(forward(input_ids=prompt(1), **{CACHE: cache}, use_cache=True).logits)
-    assert torch.equal(*found) and len(counting.graphs) == 1
+    assert torch.equal(*found)
+    assert len(counting.graphs) == 1
     called = [str(node.target) for node in counting.graphs[0].graph.nodes if node.op.startswith("call")]
     # With a transform, what C computes on a CPU is an op of its own.
     assert sum(name.startswith("midus_hf.headwise_lookup") for name in called) == 1
@@ -85,7 +86,7 @@ def test_static_cache_generation_compiles_once(name, case, tmp_path, counting):
         tokens = prompt(length, seed=length)
         result = model.generate(tokens, **greedy, cache_implementation="static", compile_config=compiled)
         after_each.append(len(counting.graphs))
-        assert torch.equal(result, model.generate(tokens, **greedy))
+        assert torch.equal(result, model.generate(tokens, **greedy)), length
     assert after_each == [after_each[0]] * 3
     # A cache of a sliding window counts the tokens that it holds in Python, in the base too.
     assert after_each[0] == 1 or name == "gemma3"

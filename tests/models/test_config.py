@@ -33,7 +33,9 @@ def test_every_config_field_survives_config_json(family, tmp_path):
     classes = {"AutoConfig": "Config", "AutoModel": "Model", **models}
     assert saved["auto_map"] == {auto: f"modeling_midus.{name}{kind}" for auto, kind in classes.items()}
     again = AutoConfig.from_pretrained(tmp_path)
-    assert type(again) is type(config) and again.memory == [ENTRY] and again.upscale == config.upscale
+    assert type(again) is type(config)
+    assert again.memory == [ENTRY]
+    assert again.upscale == config.upscale
     ignored = {"_name_or_path", "transformers_version", "architectures", "dtype"}
     before, after = ({k: v for k, v in c.to_dict().items() if k not in ignored} for c in (config, again))
     assert before == after
@@ -83,7 +85,9 @@ def test_no_plan_splits_a_model_over_processes(family):
     """A plan that split only the head would cut a tied model where nothing else is cut."""
     model = upscaled_model(family)
     for module in (model, model.model):
-        assert not module._tp_plan and not getattr(module, "_pp_plan", None) and not module.supports_tp_plan
+        assert not module._tp_plan
+        assert not getattr(module, "_pp_plan", None)
+        assert not module.supports_tp_plan
 
 
 SPLITS = [

@@ -100,9 +100,12 @@ def test_type_is_hosted_or_refused_with_a_named_reason(model_type):
         pytest.skip(refusal)
     if refusal is None:
         parts = architecture_of(model_type).layers
-        assert model_type not in REASONS and parts and all(issubclass(layer, nn.Module) for layer in parts)
+        assert model_type not in REASONS
+        assert parts
+        assert all(issubclass(layer, nn.Module) for layer in parts)
     elif model_type in REASONS:
-        assert re.fullmatch(REASONS[model_type], refusal) and TOLD.get(model_type, model_type) in refusal
+        assert re.fullmatch(REASONS[model_type], refusal)
+        assert TOLD.get(model_type, model_type) in refusal
     else:
         told = [reason for reason in (*REASONS.values(), *OTHER_REASONS) if re.fullmatch(reason, refusal)]
         assert len(told) == 1, refusal
@@ -119,7 +122,8 @@ def test_hosted_type_is_proven_or_lacks_the_part(model_type, wiring):
     try:
         prove(model_type, wiring)
     except UnprovenArchitecture as error:
-        assert (model_type, wiring) in UNPROVEN and UNPROVEN[model_type, wiring] in str(error)
+        assert (model_type, wiring) in UNPROVEN
+        assert UNPROVEN[model_type, wiring] in str(error)
     except MissingPartError as error:
         assert str(error).endswith(NO_PART.format(INSIDE.get(wiring, wiring)))
     else:
@@ -244,7 +248,8 @@ def test_block_without_gradient_fails_the_proof(monkeypatch):
 def test_memory_type_without_proof_needs_all_of_its_site():
     refused = dict.fromkeys(WIRINGS, "no part")
     row = dataclasses.replace(model_type_of("llama"), wirings=("skip", "hier-kv"), refused=refused)
-    assert row.refusal("skip", "ultramem") is None and row.refusal("inside-attention", "hier-kv") is None
+    assert row.refusal("skip", "ultramem") is None
+    assert row.refusal("inside-attention", "hier-kv") is None
     assert row.refusal("behind-layer", "chapters") == "no part"
     assert row.refusal("inside-attention", "toy") == row.refusal("inside-ffn", "toy") == "no part"
     assert model_type_of("llama").refusal("inside-attention", "toy") is None

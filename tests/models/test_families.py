@@ -35,10 +35,12 @@ def test_module_of_a_family_has_a_source_and_a_place(model_type):
     family = FAMILIES[model_type]
     module = sys.modules[family.__module__]
     hosts = [each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__]
-    assert family in hosts and family.config_class in hosts
+    assert family in hosts
+    assert family.config_class in hosts
     for each in hosts:
         path = Path(inspect.getfile(each))
-        assert path.name == f"{model_type}.py" and inspect.getsource(each) in path.read_text()
+        assert path.name == f"{model_type}.py"
+        assert inspect.getsource(each) in path.read_text()
     source = family_source(model_type_of(model_type))
     assert inspect.getsource(module) == Path(module.__file__).read_text() == source
 
@@ -46,9 +48,11 @@ def test_module_of_a_family_has_a_source_and_a_place(model_type):
 def test_source_of_a_family_is_renewed_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     paths = [Path(template._write_source("llama", source)) for source in ("a = 1\n", "a = 2\n")]
-    assert [path.read_text() for path in paths] == ["a = 1\n", "a = 2\n"] and len({*paths}) == 2
+    assert [path.read_text() for path in paths] == ["a = 1\n", "a = 2\n"]
+    assert len({*paths}) == 2
     paths[0].write_text("a")
-    assert template._write_source("llama", "a = 1\n") == str(paths[0]) and paths[0].read_text() == "a = 1\n"
+    assert template._write_source("llama", "a = 1\n") == str(paths[0])
+    assert paths[0].read_text() == "a = 1\n"
     assert all(path.is_relative_to(tmp_path / "midus_hf" / "families") for path in paths)
 
 
@@ -145,7 +149,7 @@ def test_trainer_shifts_labels_of_composite_models(model_type, tmp_path):
     here["smoothed"](model, tmp_path)
     for table in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
         listed = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES")
-        assert listed[model.config.model_type] == type(model).__name__
+        assert listed[model.config.model_type] == type(model).__name__, table
 
 
 def test_older_expert_adapters_find_the_experts():
@@ -155,7 +159,8 @@ def test_older_expert_adapters_find_the_experts():
     config = peft.LoraConfig(target_modules=["q_proj", "w1", "w2", "w3"], task_type="CAUSAL_LM")
     hosted, native = (peft.get_peft_model(each, copy.deepcopy(config)) for each in (host_of(base), base))
     lora, found = ({name for name, _ in each.named_parameters() if "lora_" in name} for each in (native, hosted))
-    assert lora == found and any("experts" in name for name in lora)
+    assert lora == found
+    assert any("experts" in name for name in lora)
 
 
 @pytest.mark.parametrize("model_type", ["hyperclovax", "granite", "gemma2"])
@@ -175,11 +180,14 @@ def test_fused_losses_of_trl_scale_logits_as_the_model_does(model_type):
 
 
 def test_classes_are_shown_only_by_the_module_transformers():
-    assert "midus_gpt2" not in CONFIG_MAPPING and "midus_nothing" not in CONFIG_MAPPING
+    assert "midus_gpt2" not in CONFIG_MAPPING
+    assert "midus_nothing" not in CONFIG_MAPPING
     name = FAMILIES["gemma2"].__name__
     assert getattr(transformers, name) is FAMILIES["gemma2"]
-    assert isinstance(transformers.models, types.ModuleType) and type(transformers.models) is type(transformers)
-    assert not hasattr(transformers.models, name) and not hasattr(transformers.models.llama, name)
+    assert isinstance(transformers.models, types.ModuleType)
+    assert type(transformers.models) is type(transformers)
+    assert not hasattr(transformers.models, name)
+    assert not hasattr(transformers.models.llama, name)
 
 
 def test_broken_family_warns_and_others_load(tmp_path):
@@ -195,4 +203,5 @@ def test_broken_family_warns_and_others_load(tmp_path):
     result = run_python(textwrap.dedent(program), tmp_path, package_present=True)
     message, _, families = result.rpartition("[")
     assert "checkpoints of midus_qwen2 cannot be loaded" in message
-    assert "'llama'" in families and "'qwen2'" not in families
+    assert "'llama'" in families
+    assert "'qwen2'" not in families

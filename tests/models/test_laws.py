@@ -48,7 +48,8 @@ def test_new_model_has_the_logits_of_its_base(shared_model, native_family, case,
     base.set_attn_implementation(attention)
     tokens, given = prompt(), CASES[case].given()
     mask, expected = (torch.arange(tokens.shape[1]) >= torch.tensor([[5], [0]])).long(), logits(base, tokens)
-    assert torch.equal(logits(model, tokens), expected) and torch.equal(logits(model, tokens, **given), expected)
+    assert torch.equal(logits(model, tokens), expected)
+    assert torch.equal(logits(model, tokens, **given), expected)
     padded = logits(base, tokens, attention_mask=mask)
     assert torch.equal(logits(model, tokens, attention_mask=mask, **given)[mask == 1], padded[mask == 1])
     with torch.no_grad():
@@ -70,7 +71,7 @@ def test_new_model_generates_what_its_base_does(shared_model, native_family, cas
         with mode():
             expected = base.generate(padded, **settings, cache_implementation=cache)
             actual = model.generate(padded, **settings, **given, cache_implementation=cache)
-        assert all(map(torch.equal, actual.logits, expected.logits))
+        assert all(map(torch.equal, actual.logits, expected.logits)), cache
     for made in (lambda config: StaticCache(config, max_cache_len=8), lambda config: DynamicCache(config=config)):
         with mode(), decode_cache(model):
             caches = made(base.config), made(model.config)
@@ -262,7 +263,8 @@ def test_attentions_are_those_of_the_sequence_in_every_layer(shared_model, nativ
     for attention in attentions:
         assert attention.shape == (2, 4, 3 * WINDOW, 3 * WINDOW)
         if shares_softmax:  # with what a memory reads, which gets the rest
-            assert attention.min() >= 0 and attention.sum(-1).max() <= 1 + 1e-5
+            assert attention.min() >= 0
+            assert attention.sum(-1).max() <= 1 + 1e-5
         else:
             torch.testing.assert_close(attention.sum(-1), torch.ones(2, 4, 3 * WINDOW))
 
@@ -278,7 +280,8 @@ def test_saved_model_is_loaded_bit_for_bit(native_family, case, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     loaded.save_pretrained(tmp_path / "saved")
     again, info = type(model).from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     assert all(torch.equal(logits(each, **given), expected) for each in (loaded, again))
     restored = dict(again.named_buffers())
     assert all(torch.equal(restored[name], value) for name, value in buffers.items() if not name.endswith("inv_freq"))
@@ -341,8 +344,8 @@ def test_automatic_device_map_never_splits_a_layer(read, case):
     assert {type(layer).__name__ for layer in model.model.layers} <= {*names}
     for share in (0.7, 0.85):
         places = infer_auto_device_map(model, max_memory={"cpu": int(share * size)}, no_split_module_classes=names)
-        assert {*places.values()} == {"cpu", "disk"}
-        assert not [name for name in places if name.startswith("model.layers.") and name.count(".") > 2]
+        assert {*places.values()} == {"cpu", "disk"}, share
+        assert not [name for name in places if name.startswith("model.layers.") and name.count(".") > 2], share
 
 
 @pytest.mark.filterwarnings("always:`past_key_values` is deprecated:FutureWarning")
@@ -353,7 +356,8 @@ def test_older_cache_name_warns_as_transformers_does(family):
         with warnings.catch_warnings(record=True) as caught, torch.no_grad():
             module(tokens, past_key_values=cache)
         told = [each for each in caught if str(each.message).startswith("`past_key_values` is deprecated")]
-        assert len(told) == (CACHE == "cache") and cache.get_seq_length() == tokens.shape[1]
+        assert len(told) == (CACHE == "cache")
+        assert cache.get_seq_length() == tokens.shape[1]
     if CACHE == "cache":
         message = "deprecated, and ignored beside `cache`, as in Transformers. Use `cache`"
         with pytest.warns(FutureWarning, match=message):

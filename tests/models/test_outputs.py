@@ -122,4 +122,5 @@ def test_usage_counts_what_layers_retrieve(kind):
     for memory, states, counts in zip(memories, seen, usage.values(), strict=True):
         _, rows = memory.retrieve(states)
         expected = torch.stack([of_head.flatten().bincount(minlength=counts.shape[1]) for of_head in rows.unbind(2)])
-        assert torch.equal(counts, expected) and counts.sum() == tokens.numel() * memory.num_heads * 3
+        assert torch.equal(counts, expected)
+        assert counts.sum() == tokens.numel() * memory.num_heads * 3

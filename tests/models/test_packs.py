@@ -99,7 +99,8 @@ def test_tokens_up_to_a_name_have_the_bits_of_the_base(family, dtype):
     base, model = both(family, dtype)
     tokens, last = torch.cat([ids("So (Au) is it"), ids("So (ax) is it")]), ids("So (Au").shape[1] - 1
     computed, expected = logits(model, tokens), logits(base, tokens)
-    assert torch.equal(computed[0, :last], expected[0, :last]) and torch.equal(computed[1], expected[1])
+    assert torch.equal(computed[0, :last], expected[0, :last])
+    assert torch.equal(computed[1], expected[1])
     assert not torch.equal(computed[0, last], expected[0, last])
 
 
@@ -221,7 +222,8 @@ def test_packs_are_those_of_the_adapters_that_are_on():
     wrapped = peft.get_peft_model(model, adapted)
     on, other = logits(wrapped, ASKED), peft.get_peft_model(both("llama")[1], adapted)
     peft.set_peft_model_state_dict(other, peft.get_peft_model_state_dict(wrapped))
-    assert torch.equal(logits(other, ASKED), on) and not torch.allclose(on, before, atol=1e-3)
+    assert torch.equal(logits(other, ASKED), on)
+    assert not torch.allclose(on, before, atol=1e-3)
     with wrapped.disable_adapter():
         assert torch.equal(logits(wrapped, ASKED), before)
     assert torch.equal(logits(wrapped, ASKED), on)
@@ -240,7 +242,8 @@ def test_changed_entries_hold_from_the_next_pass_on():
     model.glossary.add(["lead", "Pb"], "Grey.")
     of_lead = logits(model, for_each["lead"])
     assert torch.equal(of_lead, logits(both("llama", entries=[Entry(("lead",), "Grey.")])[1], for_each["lead"]))
-    assert not torch.equal(of_lead, before["lead"]) and len(model.glossary) == 3
+    assert not torch.equal(of_lead, before["lead"])
+    assert len(model.glossary) == 3
     model.glossary.replace("Lead", "Soft.")
     assert not torch.equal(logits(model, for_each["lead"]), of_lead)
     assert model.glossary.remove("LEAD") == [Entry(("lead", "Pb"), "Soft.")]
@@ -269,7 +272,8 @@ def test_open_pack_stays_until_another_name_comes():
     torch.testing.assert_close(late, early)
     whole, begun = computed([*ENTRIES, lead], keep, keep, keep), parts[0].shape[1] + parts[1].shape[1]
     torch.testing.assert_close(whole[:, :begun], late[:, :begun])
-    assert not torch.allclose(whole, late) and not torch.allclose(computed([lead], keep, keep, keep), late)
+    assert not torch.allclose(whole, late)
+    assert not torch.allclose(computed([lead], keep, keep, keep), late)
 
 
 def test_threads_read_while_another_changes_entries():

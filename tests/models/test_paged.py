@@ -169,7 +169,10 @@ def test_text_of_an_entry_is_read_once_for_all_requests(engine, monkeypatch):
         counts.append(dict(passes))
         passes.clear()
     first, other_words, again = counts
-    assert first["texts"] > 0 and first["words"] > 0 and [*other_words] == ["words"] and again == {}
+    assert first["texts"] > 0
+    assert first["words"] > 0
+    assert [*other_words] == ["words"]
+    assert again == {}
 
 
 def test_packs_that_are_kept_are_bounded_in_bytes(monkeypatch):
@@ -185,8 +188,11 @@ def test_packs_that_are_kept_are_bounded_in_bytes(monkeypatch):
         assert [*packs] == [*keys]
         return [*read]
 
-    assert take("a", "b", "c") == ["a", "b", "c"] and take("a") == []
-    assert take("d") == ["d"] and take("a", "c", "d") == [] and take("b") == ["b"]
+    assert take("a", "b", "c") == ["a", "b", "c"]
+    assert take("a") == []
+    assert take("d") == ["d"]
+    assert take("a", "c", "d") == []
+    assert take("b") == ["b"]
     assert take("e", "f", "g", "h") == ["e", "f", "g", "h"]  # more than the bound, which this pass needs
 
 
@@ -199,7 +205,8 @@ def test_tokens_without_an_open_pack_keep_the_bits_of_the_engine(engine):
         parts = [(0, FIRST, 0, count), (1, SECOND, 0, count)]
         outputs.append(run_pass(engine, served(engine, model), tokens, parts).split(count))
     (plain, named), (of_base, named_of_base) = outputs
-    assert torch.equal(plain, of_base) and torch.equal(named[:name], named_of_base[:name])
+    assert torch.equal(plain, of_base)
+    assert torch.equal(named[:name], named_of_base[:name])
     assert not torch.equal(named[name], named_of_base[name])
 
 

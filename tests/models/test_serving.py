@@ -39,7 +39,8 @@ def saved(family: str, folder: Path) -> Any:
 
 def test_server_finds_the_classes_of_every_family(native_family, serve, tmp_path):
     model, result = saved(native_family, tmp_path), serve(tmp_path)
-    assert type(result) is type(model) and type(result) in FAMILIES.values()
+    assert type(result) is type(model)
+    assert type(result) in FAMILIES.values()
     assert torch.equal(logits(result), logits(model))
     if native_family == "llama":  # a composite model too
         composite_model("llava").save_pretrained(tmp_path / "base")
@@ -54,11 +55,13 @@ def test_pipeline_continues_a_text_as_generate_does(family, tmp_path, monkeypatc
     model, greedy = saved(family, tmp_path), {"max_new_tokens": 6, "do_sample": False}
     texts = ["word5 word9", "word7 word11 word20"]
     generator = pipeline("text-generation", model=str(tmp_path), device="cpu")
-    assert type(generator.model) is type(model) and not printed
+    assert type(generator.model) is type(model)
+    assert not printed
     for text, (result,) in zip(texts, generator(texts, return_full_text=False, **greedy), strict=True):
         ids = generator.tokenizer(text, return_tensors="pt").input_ids
         new = model.generate(ids, **greedy)[0, ids.shape[1] :]
-        assert result["generated_text"] == generator.tokenizer.decode(new) and len(new) == 6
+        assert result["generated_text"] == generator.tokenizer.decode(new)
+        assert len(new) == 6
 
 
 NEW = 8

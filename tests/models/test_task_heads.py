@@ -88,13 +88,17 @@ def test_losses_of_routers_join_the_loss_in_training(kind):
     assert "aux_loss" not in plain
     trained = head.train()(tokens, **LABELS[kind], use_cache=False)
     added = causal.train()(tokens, labels=tokens, use_cache=False).aux_loss
-    assert added > 0 and torch.equal(trained.aux_loss, added) and torch.equal(trained.loss, plain.loss + added)
+    assert added > 0
+    assert torch.equal(trained.aux_loss, added)
+    assert torch.equal(trained.loss, plain.loss + added)
     trained.loss.backward()
     routers = [parameter.grad for name, parameter in head.named_parameters() if "router" in name]
-    assert routers and all(gradient is not None and gradient.any() for gradient in routers)
+    assert routers
+    assert all(gradient is not None and gradient.any() for gradient in routers)
     with torch.no_grad():
         wanted = head.eval()(tokens, **LABELS[kind], output_router_logits=True)
-    assert wanted.router_logits and torch.equal(wanted.loss, plain.loss + wanted.aux_loss)
+    assert wanted.router_logits
+    assert torch.equal(wanted.loss, plain.loss + wanted.aux_loss)
 
 
 def test_task_heads_of_a_language_model_load_without_the_package(tmp_path):

@@ -68,7 +68,8 @@ def test_checkpointing_changes_no_loss_and_no_gradient(native_family, case, use_
     for frozen, (loss, gradients) in zip(freezes, expected, strict=True):
         passes.clear()
         again, actual = learnt(frozen)
-        assert torch.equal(again, loss) and passes.count(prompt().shape) == 2
+        assert torch.equal(again, loss)
+        assert passes.count(prompt().shape) == 2
         if CASES[case].dtype == torch.float32 and not frozen:
             assert actual.keys() == gradients.keys()
             assert all(torch.equal(actual[name], gradient) for name, gradient in gradients.items())
@@ -138,7 +139,8 @@ def test_autocast_keeps_gradients_and_identity(native_family, case, tmp_path):
     model.zero_grad()
     loss.backward()
     for name, gradient in gradients_of(model).items():
-        assert gradient.dtype == torch.float32 and gradient.isfinite().all(), name
+        assert gradient.dtype == torch.float32, name
+        assert gradient.isfinite().all(), name
         if case.startswith("depth"):  # others choose slots, and may choose others
             alike = torch.cosine_similarity(gradient.flatten(), expected[name].flatten(), dim=0)
             assert alike > 0.9, name
@@ -197,7 +199,8 @@ def test_loss_adds_the_mean_of_each_memory_s_routers(native_family):
     output = model(prompt(TOKENS), labels=labels, use_cache=False, output_router_logits=True)
     assert [len(logits) for logits in output.router_logits] == [16, 5, 16, 16, 5], "by layer, and then by name"
     added = sum(sum(losses) / len(losses) for losses in told.values())
-    assert added > 0.1 and output.aux_loss.item() == pytest.approx(added, rel=1e-6)
+    assert added > 0.1
+    assert output.aux_loss.item() == pytest.approx(added, rel=1e-6)
     assert output.loss.item() == pytest.approx(cross_entropy(output.logits, labels) + added, rel=1e-6)
 
 
@@ -231,7 +234,8 @@ def test_router_losses_are_added_and_given_when_asked(training, summary, in_conf
 def test_tuple_has_the_loss_first_and_logits_after_it(training):
     model, given = model_with().train(training), {"labels": labels_of(prompt(TOKENS)), "use_cache": False}
     named, in_order = model(prompt(TOKENS), **given), model(prompt(TOKENS), **given, return_dict=False)
-    assert isinstance(in_order, tuple) and torch.equal(in_order[0], named.loss)
+    assert isinstance(in_order, tuple)
+    assert torch.equal(in_order[0], named.loss)
     assert any(torch.equal(value, named.logits) for value in in_order[1:] if isinstance(value, torch.Tensor))
 
 
@@ -251,7 +255,7 @@ def test_router_losses_are_shared_by_tokens_of_a_step():
         of_row = labels[row : row + 1]
         output = model(prompt(TOKENS)[row : row + 1], labels=of_row, num_items_in_batch=torch.tensor(6 + 2))
         expected = cross_entropy(output.logits, of_row, reduction="sum") / 8 + tokens / 8 * output.aux_loss.item()
-        assert output.loss.item() == pytest.approx(expected, rel=1e-6)
+        assert output.loss.item() == pytest.approx(expected, rel=1e-6), row
 
 
 def test_trainer_keeps_router_columns_and_no_router_outputs():
@@ -269,10 +273,13 @@ def test_training_without_labels_warns_of_router_losses():
     model = model_with().train()
     with pytest.warns(UserWarning, match="has no labels, so the losses of its routers are not added"):
         plain = model(prompt(TOKENS))
-    assert plain.loss is None and "router_logits" not in plain
+    assert plain.loss is None
+    assert "router_logits" not in plain
     for training in (True, False):
         output = model.train(training)(prompt(TOKENS), output_router_logits=True)
-        assert output.loss is None and output.aux_loss.requires_grad and len(output.router_logits) == 2
+        assert output.loss is None, training
+        assert output.aux_loss.requires_grad, training
+        assert len(output.router_logits) == 2, training
 
 
 KINDS = ("midus-hml", "midus-pkm", "midus-linear", "ultramem", "chapters")
@@ -300,7 +307,8 @@ def test_checkpointed_layer_reads_the_same_slots_again(kind, family, use_reentra
     loss, gradients = seeded(loss_and_gradients, model, prompt())
     enable_checkpointing(model, use_reentrant)
     checkpointed_loss, checkpointed = seeded(loss_and_gradients, model, prompt())
-    assert torch.equal(checkpointed_loss, loss) and checkpointed.keys() == gradients.keys()
+    assert torch.equal(checkpointed_loss, loss)
+    assert checkpointed.keys() == gradients.keys()
     assert all(torch.equal(checkpointed[name], gradient) for name, gradient in gradients.items())
     assert not torch.equal(seeded(loss_and_gradients, model, prompt(), seed=1)[0], loss)
 
@@ -309,11 +317,13 @@ def test_checkpointed_layer_reads_the_same_slots_again(kind, family, use_reentra
 def test_generation_depends_on_the_seed_alone(kind, family):
     model = model_of(kind, family)
     written = [seeded(lambda: model.generate(prompt(8), max_new_tokens=6, do_sample=False)) for _ in range(2)]
-    assert written[0].shape == (2, 14) and torch.equal(*written)
+    assert written[0].shape == (2, 14)
+    assert torch.equal(*written)
     plain = seeded(logits, model)
     with decode_cache(model):
         torch.testing.assert_close(seeded(logits, model), plain, rtol=1e-3, atol=1e-3)
-    assert torch.equal(seeded(logits, model), plain) and not torch.equal(seeded(logits, model, seed=1), plain)
+    assert torch.equal(seeded(logits, model), plain)
+    assert not torch.equal(seeded(logits, model, seed=1), plain)
 
 
 def test_batch_norm_learns_statistics_of_content_queries():
@@ -322,7 +332,8 @@ def test_batch_norm_learns_statistics_of_content_queries():
         model = model_of("midus-pkm", addressing=addressing).train()
         model(prompt(), use_cache=False)
         statistics.append(model.model.layers[1].memory.query_mean.clone())
-    assert torch.equal(*statistics) and statistics[0].any()
+    assert torch.equal(*statistics)
+    assert statistics[0].any()
 
 
 @pytest.mark.parametrize("kind", by_default(["midus-hml", "ultramem", "chapters"], KINDS, fewest=["midus-hml"]))

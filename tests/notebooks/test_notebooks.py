@@ -120,7 +120,8 @@ def test_kept_outputs_are_of_one_whole_run(name):
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
     data = [item for of_cell in outputs for output in of_cell for item in output.items()]
     types, texts = {type_ for type_, _ in data}, [text for type_, text in data if type_ != "image/png"]
-    assert "image/png" in types and "stderr" not in types
+    assert "image/png" in types
+    assert "stderr" not in types
     assert not any("\x1b" in text or _PATH_OF_A_MACHINE.search(text) for text in texts)
 
 
@@ -141,7 +142,8 @@ def test_notebooks_are_run_and_link_to_files():
     for name in CLAIMS:
         texts = [cell.source for cell in read(name).cells if cell.cell_type == "markdown"]
         links = [link for text in texts for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)]
-        assert links and [link for link in links if not (NOTEBOOKS / link).is_file()] == []
+        assert links
+        assert [link for link in links if not (NOTEBOOKS / link).is_file()] == []
 
 
 @pytest.mark.material

@@ -35,14 +35,16 @@ def test_two_stages_find_the_best_of_all_slots(n, k_part, half, heads, tokens, l
     scores, slots = product_key_topk(query, row_keys, column_keys, k)
 
     assert scores.shape == slots.shape == (tokens, heads, k)
-    assert scores.dtype == dtype and slots.dtype == torch.int64
+    assert scores.dtype == dtype
+    assert slots.dtype == torch.int64
     for t in range(tokens):
         for h in range(heads):
             of_slots = slot_scores(*(tensor.double() for tensor in (query[t, h], row_keys[h], column_keys[h])))
             every = [score.item() for score in of_slots]
             result, found_scores = slots[t, h].tolist(), scores[t, h].tolist()
             assert found_scores == sorted(every, reverse=True)[:k]
-            assert len(set(result)) == k and [every[slot] for slot in result] == found_scores
+            assert len(set(result)) == k
+            assert [every[slot] for slot in result] == found_scores
             if len(set(every)) == n * n:
                 assert result == sorted(range(n * n), key=lambda slot: -every[slot])[:k]
 
@@ -67,10 +69,12 @@ def test_groups_find_what_one_selection_finds(n, k, sign):
     generator = torch.Generator().manual_seed(n)
     rows = selection._FEW_ELEMENTS // n + 1
     scores = sign * torch.stack([torch.randperm(n, generator=generator) for _ in range(rows)]).float() - sign / 2
-    assert selection._group_size(n, k) > 1 and scores.numel() >= selection._FEW_ELEMENTS
+    assert selection._group_size(n, k) > 1
+    assert scores.numel() >= selection._FEW_ELEMENTS
     values, places = selection.largest(scores, k)
     expected_values, expected_places = scores.topk(k, dim=-1)
-    assert torch.equal(values, expected_values) and torch.equal(places, expected_places)
+    assert torch.equal(values, expected_values)
+    assert torch.equal(places, expected_places)
 
 
 @pytest.mark.parametrize(("n", "k"), [(25, 1), (64, 4), (65, 4), (1024, 32), (64, 40)])
@@ -78,9 +82,11 @@ def test_equal_elements_are_each_chosen_once(n, k):
     rows, generator = 1 + selection._FEW_ELEMENTS // n, torch.Generator().manual_seed(0)
     scores = torch.randn(rows, n, generator=generator).mul(2).round()
     few = scores[:3, :16]  # selected at once
-    assert selection._group_size(16, 4) == 1 and all(map(torch.equal, selection.largest(few, 1), few.topk(1)))
+    assert selection._group_size(16, 4) == 1
+    assert all(map(torch.equal, selection.largest(few, 1), few.topk(1)))
     values, places = selection.largest(scores, k)
-    assert torch.equal(values, scores.topk(k).values) and torch.equal(scores.gather(-1, places), values)
+    assert torch.equal(values, scores.topk(k).values)
+    assert torch.equal(scores.gather(-1, places), values)
     assert all(len(set(row)) == k for row in places[:50].tolist())
 
 

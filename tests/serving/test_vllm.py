@@ -59,7 +59,8 @@ def test_greedy_tokens_are_those_of_transformers(family, method, engine, bases, 
     prompts, package = mixed_prompts(base.config.vocab_size, 16), method in PACKAGE_METHODS
     answers = generate(Path(PYTHON), folder, prompts, 40, tmp_path, runs=2, package=package, **engine)
     counts = agreement(load(folder), prompts * 2, answers.tokens)
-    assert counts.tokens == 2 * 16 * 40 and counts.different == 0, counts
+    assert counts.tokens == 2 * 16 * 40, counts
+    assert counts.different == 0, counts
     assert counts.ties <= 4
     assert answers.cached > 100 or not engine.get("enable_prefix_caching", True)
     assert agreement(base, prompts * 2, answers.tokens).different > 40  # the model is not its base
@@ -136,8 +137,11 @@ def test_packs_are_read_behind_names_and_nowhere_else(enforce_eager, engine, bas
     answers = generate(Path(PYTHON), folder, prompts, 32, tmp_path, **settings, **in_parts, **engine)
     model = load(folder)
     counts = agreement(model, prompts * 2, answers.tokens)
-    assert counts.tokens == 2 * len(prompts) * 32 and counts.different == 0 and counts.ties <= 2, counts
-    assert answers.cached > (0 if engine else 200) and (answers.preempted > 0) == bool(engine)
+    assert counts.tokens == 2 * len(prompts) * 32, counts
+    assert counts.different == 0, counts
+    assert counts.ties <= 2, counts
+    assert answers.cached > (0 if engine else 200)
+    assert (answers.preempted > 0) == bool(engine)
     seen = changes(model, prompts, answers.tokens[: len(prompts)])
     assert all(seen[each] for each in ("opens", "changes", "loses")), seen
     base_model = load(base)
@@ -161,7 +165,8 @@ def test_two_models_of_a_process_read_their_own_entries(bases, tmp_path):
     for folder, answers, others in zip(folders, all_answers, reversed(all_answers), strict=True):
         model = load(folder)
         counts = agreement(model, prompts * 2, answers.tokens)
-        assert counts.tokens == 2 * 4 * 24 and counts.different == 0, counts
+        assert counts.tokens == 2 * 4 * 24, counts
+        assert counts.different == 0, counts
         assert agreement(model, prompts * 2, others.tokens).different > 10
 
 
@@ -208,6 +213,6 @@ def test_vllm_serve_answers_requests(method, bases, tmp_path):
         request = {"prompt": prompt, "max_tokens": 16, "logprobs": 1, "return_token_ids": True}
         choice = choice_of(address, "completions", model=str(folder), **request)
     counts = agreement(load(folder), [choice["prompt_token_ids"]], [choice["token_ids"]])
-    assert counts.tokens == 16 and counts.different == 0
+    assert (counts.tokens, counts.different) == (16, 0)
     if method == "packs":
         assert agreement(load(bases("llama")), [choice["prompt_token_ids"]], [choice["token_ids"]]).different > 0

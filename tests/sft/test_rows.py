@@ -100,8 +100,10 @@ def test_json_text_is_parsed_and_keeps_its_nulls(tmp_path):
     rows = [{**row, "chat_template_kwargs": '{"loud": true}'}, {"messages": [USER, ANSWER]}]
     first, second = read(write_rows(tmp_path / "x.jsonl", rows), template=str(own))
     assert first["messages"][1]["tool_calls"] == [{**CALL, "function": {"name": "add", "arguments": {"a": 1}}}]
-    assert first["tools"] == [{"name": "add", "x": None}] and first["chat_template_kwargs"] == {"loud": True}
-    assert second["tools"] is None and second["chat_template_kwargs"] == {}
+    assert first["tools"] == [{"name": "add", "x": None}]
+    assert first["chat_template_kwargs"] == {"loud": True}
+    assert second["tools"] is None
+    assert second["chat_template_kwargs"] == {}
     row = {"prompt": [USER], "completion": [ANSWER], "tools": '[{"name": "add"}]'}
     (apart,) = read(write_rows(tmp_path / "x.jsonl", [row]), template=str(own))
     assert apart == {**row, "tools": [{"name": "add"}]}
@@ -195,4 +197,5 @@ def test_template_must_write_what_rows_hold(tmp_path):
         read(data, template=str(own))
     tokenizer = character_tokenizer()
     own.write_text(CHATML.replace("message['content'] +", "message.thinking + message['content'] +"))
-    assert len(read(data, tokenizer, str(own))) == 1 and tokenizer.chat_template == own.read_text()
+    assert len(read(data, tokenizer, str(own))) == 1
+    assert tokenizer.chat_template == own.read_text()

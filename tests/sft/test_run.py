@@ -46,7 +46,8 @@ def test_fine_tuned_model_loads_and_stops_after_answers(config_for, family, memo
     given = dict(vars(config))
     result = finetune(config)
     assert vars(config) == given, "the record and the card show them, and a second run reads them"
-    assert result.steps == 3 and len(events(tmp_path / "out")) == 3
+    assert result.steps == 3
+    assert len(events(tmp_path / "out")) == 3
     assert moved(model, tmp_path / "out") == set(weights(model))
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -183,8 +184,10 @@ def test_long_chats_are_cut_and_answerless_rows_left_out(config_for, base, tmp_p
     assert re.search("1 of 2 rows are longer than max_length, 64 tokens, .* first tokens", said)
     run = prepared(config_for("end", model=base("llama"), data=data, max_length=32, truncation_mode="keep_end"))
     said = capsys.readouterr().err
-    assert len(run.trainer.train_dataset) == 2 and "left out" not in said
-    assert "2 of 2 rows are longer than max_length" in said and "their last tokens" in said
+    assert len(run.trainer.train_dataset) == 2
+    assert "left out" not in said
+    assert "2 of 2 rows are longer than max_length" in said
+    assert "their last tokens" in said
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
@@ -219,7 +222,8 @@ def test_packed_chats_do_not_see_one_another(config_for, family, base):
         config = config_for(str(packing), model=base(family, True), **options)
         result = finetune(config)
         losses.append(result.loss)
-        assert result.tokens == 947 and config.include_num_input_tokens_seen == ("all" if packing else "non_padding")
+        assert result.tokens == 947, packing
+        assert config.include_num_input_tokens_seen == ("all" if packing else "non_padding")
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -288,9 +292,9 @@ def test_resumed_run_writes_the_date_of_its_first_day(config_for, tmp_path, monk
     for day, resume in ((1, False), (2, True)):
         clock.now.return_value = datetime(2026, 3, day, 12)
         finetune(config_for(**keys, resume_from_checkpoint=resume))
-        assert "the run's first day, 2026-03-01 (00:00), also when it is resumed" in capsys.readouterr().err
+        assert "the run's first day, 2026-03-01 (00:00), also when it is resumed" in capsys.readouterr().err, day
         inputs = json.loads((tmp_path / "out" / "checkpoint-2" / "inputs.json").read_text())
-        assert inputs["first_day"] == {"day": "2026-03-01"}
+        assert inputs["first_day"] == {"day": "2026-03-01"}, day
         shutil.rmtree(tmp_path / "out" / "checkpoint-2")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == DATED
 
@@ -318,10 +322,12 @@ def test_chapters_train_with_router_losses_and_frozen_bank(config_for, base, tmp
     answers = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels)  # -100 is ignored
     run.execute()
     first = logged(tmp_path / "out")[0]
-    assert first == pytest.approx(output.loss.item(), rel=1e-4) and first > answers.item() + 1e-3
+    assert first == pytest.approx(output.loss.item(), rel=1e-4)
+    assert first > answers.item() + 1e-3
     changed = moved(base("llama", "moc"), tmp_path / "out")
     kept = set(weights(tmp_path / "out")) - changed
-    assert any("router_weight" in name for name in changed) and kept
+    assert any("router_weight" in name for name in changed)
+    assert kept
     assert all(name.endswith("bank") for name in kept)
 
 
@@ -349,7 +355,8 @@ def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
     words = ["--bf16=false", "--per_device_train_batch_size=2", f"--output_dir={two}"]
     run = run_ranks(MIDUS, "sft", recipe, *words)
     assert run.returncode == 0, run.stderr
-    assert logged(two) == pytest.approx(logged(one), rel=1e-5) and len(logged(one)) == 3
+    assert logged(two) == pytest.approx(logged(one), rel=1e-5)
+    assert len(logged(one)) == 3
     assert_close_weights(one, two)
 
 
@@ -358,9 +365,11 @@ def test_fine_tuning_stays_near_the_base_with_base_kl(config_for, base, tmp_path
     for weight in (0.0, 50.0):
         finetune(config_for(f"{weight}", model=model, trainable="auto", max_steps=4, base_kl=weight))
     without, kept = tmp_path / "0.0", tmp_path / "50.0"
-    assert "base_divergence" not in events(without)[-1] and by_step(kept, "base_divergence")[4] > 0
+    assert "base_divergence" not in events(without)[-1]
+    assert by_step(kept, "base_divergence")[4] > 0
     assert by_step(kept, "loss")[1] == by_step(without, "loss")[1]
-    assert moved(kept, without) and moved(kept, without) <= moved(model, without)
+    assert moved(kept, without)
+    assert moved(kept, without) <= moved(model, without)
 
 
 @pytest.fixture

@@ -66,7 +66,8 @@ def test_new_parameters_train_alone_and_with_adapters(kind, made, tmp_path):
     assert torch.equal(logits(model), untrained)
     trains, saved = names_that_train(model), ".modules_to_save.default"
     whole = {name.removeprefix("base_model.model.") for name in trains if "lora_" not in name}
-    assert {name.replace(saved, "") for name in whole} == new and all(saved in name for name in whole)
+    assert {name.replace(saved, "") for name in whole} == new
+    assert all(saved in name for name in whole)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     train_steps(model, 3, parameter_groups(model, Rates(learning_rate=1e-2)))
     assert {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])} == trains
@@ -94,9 +95,8 @@ def test_trained_memory_moves_with_its_layers(kind, made, tmp_path):
 def test_same_memory_twice_trains_and_strips_the_second(kind, made, shared_base, tmp_path):
     once = made(kind) / "once"
     report = upscale(base=once, output=tmp_path / "twice", **KINDS[kind])
-    assert report.identity.max_abs_diff == 0.0 and torch.equal(
-        checkpoint_logits(tmp_path / "twice"), checkpoint_logits(once)
-    )
+    assert report.identity.max_abs_diff == 0.0
+    assert torch.equal(checkpoint_logits(tmp_path / "twice"), checkpoint_logits(once))
     names = [entry["name"] for entry in config_of(tmp_path / "twice")["memory"]]
     assert names == ["ultramem", "ultramem-2"]
     model = load(tmp_path / "twice")
@@ -118,12 +118,13 @@ def test_solar_repeats_a_memory_with_its_layers(made, tmp_path):
     upscale(base=once, method="solar", output=solar)
     (entry,) = config_of(once)["memory"]
     layers = [index for index, source in enumerate(SOLAR_ORDER) if source in entry["layers"]]
-    assert config_of(solar)["memory"] == [{**entry, "layers": layers}] and len(layers) > len(entry["layers"])
+    assert config_of(solar)["memory"] == [{**entry, "layers": layers}]
+    assert len(layers) > len(entry["layers"])
     before, after = load(once).model.layers, load(solar).model.layers
     for index, source in enumerate(SOLAR_ORDER):
         state, expected = after[index].state_dict(), before[source].state_dict()
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+        assert state.keys() == expected.keys(), index
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items()), index
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,8 @@ def test_memory_argument_reaches_passes_and_beams(case, layer_class, tmp_path, m
     base, model = tiny_model("llama"), CASES[case].model("llama", tmp_path, torch.float32)
     with torch.no_grad():
         output = model(prompt(), scale=torch.zeros(2)).logits
-    assert torch.equal(output, logits(base)) and not torch.equal(logits(model), output)
+    assert torch.equal(output, logits(base))
+    assert not torch.equal(logits(model), output)
     scales = torch.tensor([0.5, -2.0])
     together = model.generate(**PADDED, **BEAMS, scale=scales)
     for row, returned in enumerate(together.sequences.chunk(2)):
@@ -204,7 +206,7 @@ def test_argument_of_model_and_memory_reaches_both(tmp_path, monkeypatch):
     assert not torch.equal(expected, model(prompt()).logits)
     seen.clear()
     assert torch.equal(model(prompt(), attention_mask=MASK).logits, expected)
-    assert len(seen) == 2 and all(torch.equal(passed, MASK) for passed in seen)
+    assert [torch.equal(passed, MASK) for passed in seen] == [True, True]
 
 
 @pytest.mark.parametrize("case", ["ultramem own", "token behind layers", "ultramem skip"])
@@ -225,18 +227,19 @@ def test_memory_inputs_move_to_another_device():
     inputs = MemoryInputs({"tables": tables}, {"scale": torch.ones(2), "word": "x"})
     moved = inputs.to("meta", non_blocking=True)
     arguments = moved.arguments_for(memory_class, "own", 1)
-    assert arguments["scale"].is_meta and arguments["tables"]["up"].is_meta
+    assert arguments["scale"].is_meta
+    assert arguments["tables"]["up"].is_meta
     keys = [CarriedKey("own", 0), CarriedKey("own", 0, "key")]
     moved.carried.update(zip(keys, [torch.ones(1), None], strict=True))
     (output, key) = (inputs.carried[key] for key in keys)
-    assert torch.equal(output, torch.ones(1)) and key is None
+    assert torch.equal(output, torch.ones(1))
+    assert key is None
 
 
 def test_linear_layers_may_be_declared_as_values():
     module = DeclaredModule({"map.weight": DeclaredTensor((2, 3), "value", ZEROS)})
-    assert module.declared_tensor("map.weight") is module.map.weight and tensor_names(module, "value") == [
-        "map.weight"
-    ]
+    assert module.declared_tensor("map.weight") is module.map.weight
+    assert tensor_names(module, "value") == ["map.weight"]
 
 
 def test_embeddings_need_the_ids_beside_them(tmp_path):

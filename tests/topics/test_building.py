@@ -79,7 +79,8 @@ def test_same_seed_gives_the_same_tree(stretch, monkeypatch, tmp_path):
     np.save(tmp_path / "rows.npy", rows)
     monkeypatch.setattr(building, "_STRETCH", stretch)
     again = build_tree(np.load(tmp_path / "rows.npy", mmap_mode="r"), options)
-    assert again.tree.fingerprint == first.tree.fingerprint and np.array_equal(again.leaves, first.leaves)
+    assert again.tree.fingerprint == first.tree.fingerprint
+    assert np.array_equal(again.leaves, first.leaves)
     assert first.tree.origin.seed == 5
     other = build_tree(rows, TreeOptions(branching=4, levels=3, steps=3, samples=64, seed=6))
     assert other.tree.fingerprint != first.tree.fingerprint
@@ -162,7 +163,8 @@ def test_steps_are_fresh_and_balanced(monkeypatch):
 
     monkeypatch.setattr(building, "balanced", watched)
     centroids = kmeans(sample, 16, 20, 640, np.random.default_rng(0))
-    assert len(steps) == 20 and all(len(set(places.tolist())) == 640 for places in drawn)
+    assert len(steps) == 20
+    assert all(len(set(places.tolist())) == 640 for places in drawn)
     assert len({tuple(np.sort(places)) for places in drawn}) == 21, "fresh for each step, and for the initialisation"
     sizes = [[np.bincount(assigned, minlength=16) for assigned in step] for step in steps]
     assert sum(before.max() > 60 for before, _ in sizes) > 1, "the rule has something to do"

@@ -34,7 +34,8 @@ def embed_by_hand(folder, text: str, max_tokens: int) -> torch.Tensor:
 def test_text_embeds_the_same_in_any_batch(bert, batch_size, max_tokens, told):
     embedder, done = TextEmbedder(bert, batch_size=batch_size, max_tokens=max_tokens), []
     rows = embedder.embed(TEXTS, done.append)
-    assert done == told and embedder.embed([]).shape == (0, WIDTH)
+    assert done == told
+    assert embedder.embed([]).shape == (0, WIDTH)
     read = max_tokens or 24
     assert (rows.shape, rows.dtype, embedder.max_tokens, embedder.width) == ((6, WIDTH), torch.float32, read, WIDTH)
     for row, text in zip(rows, TEXTS, strict=True):
@@ -114,7 +115,8 @@ def test_far_texts_take_the_generic_path(embedder):
     free, limited = ClusterTree(3, centroids), ClusterTree(3, centroids, min_similarity=limit)
     torch.testing.assert_close(free.similarity(rows), nearest)
     paths, is_far = MemoryRetriever(limited, embedder).paths(MANY), nearest < limit
-    assert (paths[is_far] == -1).all() and is_far.sum() == 11
+    assert (paths[is_far] == -1).all()
+    assert is_far.sum() == 11
     assert torch.equal(paths[~is_far], free.paths(rows)[~is_far])
     for tree in (ClusterTree(3, centroids, min_similarity=-1), free):
         assert torch.equal(MemoryRetriever(tree, embedder).paths(MANY), free.paths(rows))
@@ -132,7 +134,8 @@ def test_saved_tree_finds_its_model_from_another_folder(tmp_path, monkeypatch):
     assert (again.embedder.name, again.embedder.max_tokens) == (str(folder), 12)
     paths = again.paths([*MANY, "", "  \n"])
     assert torch.equal(paths[:-2], random_tree(width=WIDTH).paths(usual.embed(MANY)))
-    assert (paths[:-2] >= 0).all() and (paths[-2:] == -1).all(), "a blank text is about nothing"
+    assert (paths[:-2] >= 0).all()
+    assert (paths[-2:] == -1).all(), "a blank text is about nothing"
 
 
 def test_moved_model_is_named_anew_and_another_refused(tmp_path):
@@ -155,7 +158,7 @@ def test_moved_model_is_named_anew_and_another_refused(tmp_path):
             MemoryRetriever.load(tmp_path / "tree")
     rename(str(moved))
     loaded = MemoryRetriever.load(tmp_path / "tree")
-    assert loaded.embedder.name == str(moved) and loaded.tree.fingerprint == tree.fingerprint
+    assert (loaded.embedder.name, loaded.tree.fingerprint) == (str(moved), tree.fingerprint)
     rename(str(save_tiny_bert(tmp_path / "other", seed=1)))
     with pytest.raises(ValueError, match=r"has the fingerprint .*; expected .*, with which the tree was built"):
         MemoryRetriever.load(tmp_path / "tree")

@@ -39,23 +39,28 @@ def grown(built):
 
 def test_tree_grows_beside_its_old_nodes(built, grown, tmp_path):
     tree, old = grown.tree, built.tree
-    assert tree.roots == 8 and tree.grown_from == (old.fingerprint,) and tree.fingerprint != old.fingerprint
+    assert tree.roots == 8
+    assert tree.grown_from == (old.fingerprint,)
+    assert tree.fingerprint != old.fingerprint
     for before, after in zip(old.centroids, tree.centroids, strict=True):
         assert len(after) == 2 * len(before)
         assert torch.equal(after[: len(before)].nan_to_num(), before.nan_to_num())
     known, new = torch.from_numpy(rows(1, 50)), torch.from_numpy(rows(5, 50))
     assert torch.equal(tree.paths(known), old.paths(known))
     paths = tree.paths(new)
-    assert (paths[:, 0] >= 4).all() and (paths[:, 1] // 4 == paths[:, 0]).all()
+    assert (paths[:, 0] >= 4).all()
+    assert (paths[:, 1] // 4 == paths[:, 0]).all()
     assert (old.similarity(new) < old.min_similarity).all()
-    assert (grown.leaves[60:] >= 16).all() and (grown.leaves[:60] < 16).sum() >= 50
+    assert (grown.leaves[60:] >= 16).all()
+    assert (grown.leaves[:60] < 16).sum() >= 50
     assert int(tree.sizes[0].sum()) == int(old.sizes[0].sum()) + 260
     tree.save(tmp_path)
     again = ClusterTree.load(tmp_path)
     assert (again.fingerprint, again.roots, again.grown_from) == (tree.fingerprint, 8, tree.grown_from)
     twice = grow_tree(again, rows(8), OPTIONS).tree
-    assert twice.roots == 12 and twice.grown_from == (old.fingerprint, tree.fingerprint)
-    assert (twice.paths(torch.from_numpy(rows(8, 20)))[:, 0] >= 8).all() and torch.equal(twice.paths(new), paths)
+    assert (twice.roots, twice.grown_from) == (12, (old.fingerprint, tree.fingerprint))
+    assert (twice.paths(torch.from_numpy(rows(8, 20)))[:, 0] >= 8).all()
+    assert torch.equal(twice.paths(new), paths)
     message = "windows are near a topic of the tree; expected texts of topics that it lacks"
     with pytest.raises(ValueError, match=message):
         grow_tree(old, old.centroids[0].numpy(), OPTIONS)
@@ -83,8 +88,12 @@ def test_grown_bank_keeps_its_blocks_and_starts_new_ones(tmp_path):
     for output in (tmp_path / "copy", folder):  # the second is its own
         trained.save(output)
         saved = MemoryBank(output, layout_of())
-        assert saved.layout.blocks.roots == 6 and saved.tree == "new" and saved.description["grown_from"] == ["old"]
-        assert torch.equal(saved.block(1, 5), learned) and saved.written(1) == [1, 5] and saved.written(3) == [-1, 5]
+        assert saved.layout.blocks.roots == 6
+        assert saved.tree == "new"
+        assert saved.description["grown_from"] == ["old"]
+        assert torch.equal(saved.block(1, 5), learned)
+        assert saved.written(1) == [1, 5]
+        assert saved.written(3) == [-1, 5]
         assert all(torch.equal(saved.block(*key), block) for key, block in expected.items())
 
 
@@ -120,7 +129,9 @@ def test_least_similarity_lets_every_length_in(built):
     assert counts == [(6, 120), (15, 80), (60, 40), (240, 40)]
     assert -1 <= tree.min_similarity < built.tree.min_similarity
     held_out = held_out_rows(4000, 0)
-    assert held_out.sum() == 200 and held_out_rows(39, 0) is None and held_out_rows(10**6, 0).sum() == 512
+    assert held_out.sum() == 200
+    assert held_out_rows(39, 0) is None
+    assert held_out_rows(10**6, 0).sum() == 512
 
 
 def test_command_grows_a_tree_and_assign_names_files(bert, tmp_path, capsys):
@@ -136,7 +147,8 @@ def test_command_grows_a_tree_and_assign_names_files(bert, tmp_path, capsys):
     words = ["grow", tmp_path / "tree", "--corpus", tmp_path / "new", "--output", tmp_path / "grown"]
     assert main([*map(str, words)]) == 0
     printed = capsys.readouterr().out
-    assert "new nodes in addition to 12, fingerprint" in printed and "grown from" in printed
+    assert "new nodes in addition to 12, fingerprint" in printed
+    assert "grown from" in printed
     old, grown = ClusterTree.load(tmp_path / "tree"), ClusterTree.load(tmp_path / "grown")
     assert grown.grown_from == (old.fingerprint,)
     assert torch.equal(grown.centroids[1][:9].nan_to_num(), old.centroids[1].nan_to_num())
@@ -160,4 +172,5 @@ def test_grown_tree_of_named_topics_says_names_are_lost(bert, tmp_path, capsys):
     words = ["grow", tmp_path / "named", "--corpus", tmp_path / "new", "--output", tmp_path / "grown"]
     assert main([*map(str, words)]) == 0
     out, err = capsys.readouterr()
-    assert "2 new nodes in addition to 3,201" in out and "the grown tree has no names of topics" in err
+    assert "2 new nodes in addition to 3,201" in out
+    assert "the grown tree has no names of topics" in err

@@ -67,7 +67,8 @@ def test_tree_is_replaced_only_on_request(built, make, monkeypatch, tmp_path):
         make()
     monkeypatch.setattr(TextEmbedder, "embed", None)
     tree = make(overwrite=True, options=TreeOptions(branching=2, levels=3, samples=50))
-    assert ClusterTree.load(tmp_path / "tree").fingerprint == tree.fingerprint and tree.branching == 2
+    assert ClusterTree.load(tmp_path / "tree").fingerprint == tree.fingerprint
+    assert tree.branching == 2
 
 
 @pytest.mark.parametrize(("moment", "overwrites"), by_default([("between them", True)], MOMENTS))
@@ -132,7 +133,7 @@ def test_pipeline_documents_get_their_paths(built, corpus, tokenizer, monkeypatc
     names = ("memory_ids", "memory_tree", "windows")
     assert with_path == [{"kept": 1, **{name: row[name] for name in names}} for row in expected]
     assert {row["memory_tree"] for row in expected} == {ClusterTree.load(built).fingerprint}
-    assert step.stats["with a path"].total == 39 and step.stats["blank"].total == 1
+    assert (step.stats["with a path"].total, step.stats["blank"].total) == (39, 1)
 
 
 def test_pipeline_documents_get_paths_of_named_topics(bert, tmp_path):
@@ -155,7 +156,8 @@ def test_pipeline_documents_get_paths_of_named_topics(bert, tmp_path):
 
 def test_tree_without_a_tokenizer_is_refused(built, bert, tmp_path):
     assign = pytest.importorskip("midus_hf.topics.datatrove_steps").AssignPaths
-    assert list(assign(str(built)).run([])) == [] and list(assign(str(built)).run(None)) == []
+    assert list(assign(str(built)).run([])) == []
+    assert list(assign(str(built)).run(None)) == []
     ClusterTree(3, ClusterTree.load(built).centroids, TreeOrigin(embedding_model=bert)).save(tmp_path / "bare")
     with pytest.raises(
         ValueError, match="does not say how windows are cut; expected a tree that 'midus cluster build'"

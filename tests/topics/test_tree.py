@@ -56,12 +56,12 @@ def test_node_removal_keeps_other_paths(tmp_path):
         stay = [node for node in range(3 ** (level + 1)) if node not in nodes]
         assert torch.equal(after.centroids[level][stay], tree.centroids[level][stay])
         assert after.centroids[level][sorted(nodes)].isnan().all()
-        assert not after.sizes[level][sorted(nodes)].any() and torch.equal(
-            after.sizes[level][stay], sizes[level][stay]
-        )
+        assert not after.sizes[level][sorted(nodes)].any()
+        assert torch.equal(after.sizes[level][stay], sizes[level][stay])
         assert not set(after.paths(embeddings)[:, level].tolist()) & nodes
     elsewhere = (before[:, 0] != 2) & (before[:, 1] != 1)
-    assert torch.equal(after.paths(embeddings)[elsewhere], before[elsewhere]) and 0 < elsewhere.sum() < 200
+    assert torch.equal(after.paths(embeddings)[elsewhere], before[elsewhere])
+    assert 0 < elsewhere.sum() < 200
     assert (after.min_similarity, after.grown_from) == (0.1, ("older", tree.fingerprint))
     assert after.fingerprint not in (tree.fingerprint, "older")
     after.save(tmp_path)
@@ -74,7 +74,7 @@ def test_paths_do_not_depend_on_the_batch(dtype):
     tree = random_tree(4, 3)
     embeddings = torch.randn(700, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
     paths = tree.paths(embeddings)
-    assert paths.dtype == torch.int64 and paths.shape == (700, 3)
+    assert (paths.dtype, paths.shape) == (torch.int64, (700, 3))
     for size in (1, 7, 256):
         assert torch.equal(torch.cat([tree.paths(rows) for rows in embeddings.split(size)]), paths)
     assert tree.paths(embeddings[:0]).shape == (0, 3)
@@ -90,7 +90,8 @@ def test_first_of_equally_near_children_is_taken():
 def test_fingerprint_is_of_branching_and_centroids():
     tree, same, other = random_tree(), random_tree(), random_tree(seed=1)
     assert tree.fingerprint == same.fingerprint != other.fingerprint
-    assert len(tree.fingerprint) == 64 and int(tree.fingerprint, 16)
+    assert len(tree.fingerprint) == 64
+    assert int(tree.fingerprint, 16)
     rows = torch.randn(16, 1)
     wide, narrow = ClusterTree(16, [rows]), ClusterTree(4, [rows[:4], rows])
     assert wide.fingerprint != narrow.fingerprint
@@ -129,7 +130,7 @@ def folder(tmp_path):
 def test_saved_tree_loads_as_it_was(folder):
     tree, again = COUNTED, ClusterTree.load(folder)
     assert (again.branching, again.levels, again.width) == (3, 2, 5)
-    assert again.origin == tree.origin and again.fingerprint == tree.fingerprint
+    assert (again.origin, again.fingerprint) == (tree.origin, tree.fingerprint)
     assert all(torch.equal(*pair) for pair in zip(tree.centroids, again.centroids, strict=True))
     assert all(torch.equal(*pair) for pair in zip(tree.sizes, again.sizes, strict=True))
     assert sorted(path.name for path in folder.iterdir()) == ["tree.json", "tree.safetensors"]
@@ -155,9 +156,13 @@ def test_saved_tree_keeps_empty_nodes_and_hides_the_home(tmp_path, monkeypatch):
         tree = random_tree(empty=((1, 0), (3, 20)), min_similarity=0.25, origin=known)
         tree.save(tmp_path)
         again = ClusterTree.load(tmp_path)
-        assert again.origin == known and again.sizes is None and again.fingerprint == tree.fingerprint
-        assert again.centroids[0][0].isnan().all() and again.centroids[2][20].isnan().all()
-        assert again.min_similarity == 0.25 and random_tree(empty=((1, 0), (3, 20))).fingerprint == tree.fingerprint
+        assert again.origin == known
+        assert again.sizes is None
+        assert again.fingerprint == tree.fingerprint
+        assert again.centroids[0][0].isnan().all()
+        assert again.centroids[2][20].isnan().all()
+        assert again.min_similarity == 0.25
+        assert random_tree(empty=((1, 0), (3, 20))).fingerprint == tree.fingerprint
         record = json.loads((tmp_path / "tree.json").read_text())
         assert record["embedding_model"] == ("~/bert" if known is origin else None)
 

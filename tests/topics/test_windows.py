@@ -49,7 +49,9 @@ def store(folder, corpus, tokenizer, embedder, **arguments):
 def test_store_holds_every_window_with_its_document(tmp_path, corpus, tokenizer, embedder):
     stored = store(tmp_path / "windows", corpus, tokenizer, embedder)
     windows = list(cut_windows(read_corpus(corpus)["text"], tokenizer, 5))
-    assert len(windows) > 60 and isinstance(stored.embeddings, np.memmap) and stored.embeddings.dtype == np.float32
+    assert len(windows) > 60
+    assert isinstance(stored.embeddings, np.memmap)
+    assert stored.embeddings.dtype == np.float32
     assert stored.documents.tolist() == [window.document for window in windows]
     expected = embedder.embed([window.text for window in windows])
     torch.testing.assert_close(torch.from_numpy(np.array(stored.embeddings)), expected, atol=1e-5, rtol=0)

@@ -62,7 +62,8 @@ def largest_difference(one: Path, other: Path) -> float:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    assert exact_log(one) == exact_log(other) and logged(one)
+    assert exact_log(one) == exact_log(other)
+    assert logged(one)
     assert moved(one, other) == set()
 
 
@@ -72,7 +73,8 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
     blocks = [{path.name: path.read_bytes() for path in paths} for paths in levels]
     assert blocks[0] == blocks[1]
     states = [torch.load(folder / "optimizer.pt")["state"] for folder in (one, other)]
-    assert states[0] and states[0].keys() == states[1].keys()
+    assert states[0]
+    assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][key][name], states[1][key][name]) for key in states[0] for name in states[0][key])
 
 

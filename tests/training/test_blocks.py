@@ -54,8 +54,10 @@ def test_only_fetched_blocks_learn(blocks_for, upscaled, tmp_path, method):
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.05
     assert moved(source, tmp_path / "out") == set()
     bank, fresh = bank_of(tmp_path / "out", method), bank_of(source, method)
-    assert (bank.written(1), bank.written(2)) == ([0, 1], LEAVES) and not fresh.written(1)
-    assert torch.equal(bank.block(2, 3), fresh.block(2, 3)) and not torch.equal(bank.block(2, 4), fresh.block(2, 4))
+    assert (bank.written(1), bank.written(2)) == ([0, 1], LEAVES)
+    assert not fresh.written(1)
+    assert torch.equal(bank.block(2, 3), fresh.block(2, 3))
+    assert not torch.equal(bank.block(2, 4), fresh.block(2, 4))
 
 
 def test_blocks_of_the_base_stay_where_another_memory_trains(fetching, blocks_for, tmp_path):
@@ -84,7 +86,8 @@ def test_generic_memory_is_drawn_by_place_in_the_run():
     assert drawn.float().mean().item() == pytest.approx(1 / 17, abs=0.006)  # 3.6 standard deviations
     assert torch.equal(draw_generic(3, 700, 50, 1 / 17), drawn[700:750])
     assert not torch.equal(draw_generic(4, 0, 20_000, 1 / 17), drawn)
-    assert draw_generic(3, 0, 9, 1.0).all() and not draw_generic(3, 0, 9, 0.0).any()
+    assert draw_generic(3, 0, 9, 1.0).all()
+    assert not draw_generic(3, 0, 9, 0.0).any()
 
 
 def test_resume_with_accumulation_matches_full_run(blocks_for, tmp_path, capsys):
@@ -95,7 +98,8 @@ def test_resume_with_accumulation_matches_full_run(blocks_for, tmp_path, capsys)
     assert logged(parts, "trained_parameters") == [bank]
     assert_same_blocks(bank_of(tmp_path / "whole"), bank_of(parts))
     checkpoint = tmp_path / "whole" / "checkpoint-3"
-    assert not (checkpoint / "memory_bank").exists() and not list(checkpoint.glob("model*.safetensors"))
+    assert not (checkpoint / "memory_bank").exists()
+    assert not list(checkpoint.glob("model*.safetensors"))
     names = sorted(path.name for path in checkpoint.glob("block_states/0/*"))
     assert names == ["level-1.safetensors", "level-2.safetensors"]
     run_training(blocks_for("one", generic_share=0.5))
@@ -136,8 +140,10 @@ def test_held_out_text_fetches_its_blocks_and_trains_nothing(blocks_for, tmp_pat
     run_training(blocks_for("without"))
     run_training(blocks_for("with", eval_text=texts, eval_steps=3))
     losses, others = (logged(tmp_path / "with", f"eval_{name}_loss") for name in texts)
-    assert len(losses) == 2 and losses[0] != losses[1]
-    assert len(others) == 2 and others[0] == others[1], "the model is frozen"
+    assert len(losses) == 2
+    assert losses[0] != losses[1]
+    assert len(others) == 2
+    assert others[0] == others[1], "the model is frozen"
     assert logged(tmp_path / "with", "loss") == logged(tmp_path / "without", "loss")
     assert_same_blocks(bank_of(tmp_path / "with"), bank_of(tmp_path / "without"))
 
@@ -186,7 +192,8 @@ def test_single_lora_blocks_train_as_peft(tmp_path):
         steps = [event for event in trainer.state.log_history if "loss" in event]
         events.append({name: [event[name] for event in steps] for name in ("loss", "grad_norm", "learning_rate")})
     ours, theirs = events
-    assert len(ours["loss"]) == 12 and theirs["loss"][-1] != pytest.approx(theirs["loss"][0], rel=1e-3)
+    assert len(ours["loss"]) == 12
+    assert theirs["loss"][-1] != pytest.approx(theirs["loss"][0], rel=1e-3)
     assert ours["learning_rate"] == theirs["learning_rate"]
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
@@ -233,7 +240,8 @@ def test_tree_of_a_run_is_saved_and_moves_with_the_bank(made, fetching, tmp_path
         assert fingerprints(tmp_path / name) == both, name
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).banks.bank("hier-ffn").tree == TREE.fingerprint
     before, after = bank_of(made / "model"), bank_of(tmp_path / "deeper")
-    assert before.layout.layers != after.layout.layers and before.layout.base is not None
+    assert before.layout.layers != after.layout.layers
+    assert before.layout.base is not None
     assert after.description["layout"]["layers"] == list(after.layout.layers)
     assert after.description["layout"]["base"] == after.layout.base
     assert all(torch.equal(before.block(2, index), after.block(2, index)) for index in before.written(2))

@@ -54,14 +54,16 @@ def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path, m
     result = run_training(config_for(model=model, max_steps=3, learning_rate=1e-3, **measured))
     section = training_section(tmp_path / "out")
     assert "| a | 3.0000 | 2.2500 | 20.0855 | 9.4877 |\n" in section
-    assert "save_" not in section and "eval_strategy" not in section
+    assert "save_" not in section
+    assert "eval_strategy" not in section
     assert f"| steps | tokens | final loss |\n|---|---|---|\n| 3 | 96 | {result.loss:.4f} |\n" in section
     options = re.search(r"```yaml\n(.*)```\n$", section, flags=re.DOTALL)[1]
     report, arguments = yaml.safe_load(options), yaml.safe_load((tmp_path / "out" / "train_config.yaml").read_text())
     assert arguments.pop("sequences_per_step") == 2
     names = ("model_name_or_path", "output_dir", "corpus", "eval_text")
     assert [report.pop(name) for name in names] == [model.name, "out", corpus.name, {"a": corpus.name}]
-    assert arguments == {**report, **{name: arguments[name] for name in names}} and report["learning_rate"] == 1e-3
+    assert arguments == {**report, **{name: arguments[name] for name in names}}
+    assert report["learning_rate"] == 1e-3
     assert str(tmp_path) not in section
 
 
@@ -135,10 +137,8 @@ def test_failed_files_are_named_and_the_model_loads(words, model, tmp_path, monk
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", Mock(side_effect=FULL_DISK))
     assert main([*words, f"--model_name_or_path={model}", "--max_steps=1"]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        f"is in {tmp_path / 'out'}, but without the tokenizer (" in line
-        and f"copy what is missing from {model}." in line
-    )
+    assert f"is in {tmp_path / 'out'}, but without the tokenizer (" in line
+    assert f"copy what is missing from {model}." in line
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert "## Trained with" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert not (tmp_path / "out" / ".partial_model").exists()
@@ -182,10 +182,12 @@ def test_unwritten_weights_leave_no_model_but_a_checkpoint(config_for, tmp_path,
         PartialSaveError, match=r"could not be written: No space.*resume_from_checkpoint true .*checkpoint-2"
     ):
         run.execute()
-    assert not (tmp_path / "out" / "config.json").exists() and not (tmp_path / "out" / ".partial_model").exists()
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert not (tmp_path / "out" / ".partial_model").exists()
     assert run_training(config_for(max_steps=2, save_steps=1, resume_from_checkpoint=True)).steps == 2
     state = TrainerState.load_from_json(str(tmp_path / "out" / "trainer_state.json"))
-    assert state.global_step == 2 and (tmp_path / "out" / "config.json").is_file()
+    assert state.global_step == 2
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_failed_step_raises_and_nonfinite_exits_with_1(words, monkeypatch, tmp_path, capsys):
@@ -251,7 +253,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, config
 def test_the_largest_finite_number_is_finite(dtype):
     largest = torch.full([1000], torch.finfo(dtype).max, dtype=dtype)
     named = [("empty", torch.empty(0)), ("whole", torch.ones(3, dtype=torch.int64)), ("a", largest), ("b", -largest)]
-    assert first_not_finite(named) is None and first_not_finite([]) is None
+    assert first_not_finite(named) is None
+    assert first_not_finite([]) is None
     assert first_not_finite([*named, ("c", -2 * largest)]) == "c holds inf"
     assert first_not_finite([("c", torch.tensor([math.nan, math.inf])), *named]) == "c holds nan"
 

@@ -90,7 +90,8 @@ def test_texts_that_did_not_keep_their_logits_are_not_certified(texts, trained, 
     monkeypatch.setattr("midus_hf.training.protection.remove_ngrams", lambda model, table, taken: 1)
     with pytest.raises(RuntimeError, match="2 of the texts of protected, the first of them text 0"):
         run_training(run_of(texts, trained.parent / "model", tmp_path / "run"))
-    assert (tmp_path / "run" / "model.safetensors").is_file() and not (tmp_path / "run" / CERTIFICATE).exists()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert not (tmp_path / "run" / CERTIFICATE).exists()
     assert "Protected texts" not in read_card(tmp_path / "run")
 
 
@@ -98,7 +99,8 @@ def test_retrained_model_loses_or_renews_its_certificate(texts, trained, tmp_pat
     run_training(run_of(texts, trained, tmp_path / "again", max_steps=1, protect=[]))
     assert NO_UTF8 in (trained / "README.md").read_bytes()
     card = read_card(tmp_path / "again")
-    assert "Protected texts" not in card and card.count("## Trained with") == 2
+    assert "Protected texts" not in card
+    assert card.count("## Trained with") == 2
     assert read_certificate(tmp_path / "again") is None
     protect = [str(texts / "protected"), str(shutil.copytree(texts / "protected", tmp_path / "more" / "protected"))]
     run_training(run_of(texts, trained, tmp_path / "protected_again", max_steps=1, protect=protect))
@@ -130,9 +132,11 @@ def test_the_certificate_and_the_card_name_texts_and_digests(trained, texts):
     assert (text["name"], text["documents"], text["tokens"]) == ("protected", 2, 60)
     counts = certificate["memories"]["ngram"]
     ngrams = AutoModelForCausalLM.from_pretrained(trained).get_buffer(TABLE)
-    assert counts["known"] == len(ngrams) and counts["left"] == int((ngrams < REMOVED_NGRAM).sum()) < counts["known"]
+    assert counts["known"] == len(ngrams)
+    assert counts["left"] == int((ngrams < REMOVED_NGRAM).sum()) < counts["known"]
     card = read_card(trained)
-    assert "| protected | 2 | 60 |" in card and "look touched MODEL --text PROTECTED --prove" in card
+    assert "| protected | 2 | 60 |" in card
+    assert "look touched MODEL --text PROTECTED --prove" in card
 
 
 def test_rows_stay_with_their_ngrams_when_others_are_taken_out(texts, tmp_path):
@@ -146,7 +150,8 @@ def test_rows_stay_with_their_ngrams_when_others_are_taken_out(texts, tmp_path):
     left = int((keys < REMOVED_NGRAM).sum())
     values = after.get_parameter(MEMORY)
     assert torch.equal(values[1 : 1 + left], torch.stack([rows[int(key)] for key in keys[:left]]))
-    assert not values[1 + left :].any() and values[1 : 1 + left].any()
+    assert not values[1 + left :].any()
+    assert values[1 : 1 + left].any()
 
 
 def test_a_resumed_run_protects_the_same_texts_and_no_others(texts, trained, tmp_path):

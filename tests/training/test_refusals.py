@@ -6,14 +6,19 @@ import math
 import pickle
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from refusals import Refusal, Spoilt, each, remove, replace
 from safetensors.torch import load_file, save_file
 from training.tiny_run import PreparedRun, refused, tiny_config
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from midus_hf.cli.run_arguments import RunParser, read_arguments
 from midus_hf.cli.sft import main as sft
@@ -29,226 +34,339 @@ from midus_hf.training.trainer import MemoryTrainer
 NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c", "bf16": False}
 
 
-def read_flags(get, flags):
-    recipe = get("tmp_path") / "train.yaml"
-    recipe.write_text("".join(f"{key}: {value}\n" for key, value in NEEDED.items()) + (flags.pop(0) + "\n"))
-    read_arguments(TrainArguments, [str(recipe), *flags])
+def write_recipe(folder: Path, line: str = "") -> Path:
+    path = folder / "train.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in NEEDED.items()) + line + "\n")
+    return path
 
 
-def prepare_run(get, keys):
-    """Prepare a run; `model` is a method, or the base without its weights, and `without` a package that is absent."""
-    if "without" in keys:
-        get("without")(keys["without"])
-    folder, model, bare = get("tmp_path"), keys.get("model", "midus-hml"), get("upscaled")().parent / "base"
-    if model == "bare":
-        shutil.copytree(bare, folder / "bare").joinpath("model.safetensors").unlink()
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    return write_recipe(tmp_path)
+
+
+FLAGS = [
+    Refusal(["--max_steps", "1:30"], "max_steps is '1:30'; expected a whole"),
+    Refusal(["--max_steps"], "--max-steps: expected one argument"),
+    Refusal(["--value_schedule", "4x"], "--value-schedule: invalid choice: '4x'"),
+    Refusal(["--adapters", "{r: 1, r: 2}"], "--adapters has 'r' twice"),
+    Refusal(["--adapters", "{r: 8}", "--trainable", "new"], "adapters is set and trainable is 'new'"),
+    Refusal(["--seed", "null"], "seed is None; expected a whole"),
+    Refusal(["--trainable", "null"], "trainable is None; expected 'auto'"),
+    Refusal(["--max_step=1", "--output-dri", "o"], "mean --max_steps.*mean --output_dir.*Expected --KEY VALUE"),
+]
+
+
+@each(FLAGS)
+def test_wrong_flag_is_refused(row, recipe):
+    with refused(row.said):
+        read_arguments(TrainArguments, [str(recipe), *row.asked])
+
+
+LINES = [
+    Refusal("save_strategy: no", "save_strategy is False; expected a string.*Put text that YAML reads"),
+    Refusal("logging_strategy: no", "logging_strategy is False; expected one of: no"),
+]
+
+
+@each(LINES)
+def test_wrong_line_of_a_recipe_is_refused(row, tmp_path):
+    recipe = write_recipe(tmp_path, row.asked)
+    with refused(row.said):
+        read_arguments(TrainArguments, [str(recipe)])
+
+
+BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
+VALUES = [
+    Refusal({"warmup_ratio": 0.1}, "no option 'warmup_ratio'.*one of: output_dir"),
+    Refusal({"trainable": "nwe"}, "trainable is 'nwe'; expected 'auto'"),
+    Refusal({"frozen": ["vale"]}, r"frozen is \['vale'\]; expected roles"),
+    Refusal({"adapters": "lora"}, "adapters is 'lora'; expected a mapping"),
+    Refusal({"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0; expected at least 1"),
+    Refusal({"max_steps": 0}, "max_steps is 0; .* or -1 for num_train_epochs"),
+    Refusal({"num_train_epochs": 0}, "num_train_epochs is 0.0; expected more"),
+    Refusal({"eval_steps": 5}, "eval_steps is 5.0, which needs eval_text"),
+    Refusal({"config_name": "c"}, "model_name_or_path is 'm', config_name 'c'"),
+    Refusal({**BEGUN, "tokenizer_name": None}, "config_name 'c' and tokenizer_name None"),
+    Refusal({"adapters": {}, "trainable": "all"}, "Leave adapters out, or"),
+    Refusal({"adapters": {}, "frozen": ["value"]}, r"adapters is set and frozen is \['value'\]"),
+    Refusal({"tree": "x"}, "tree is 'x', and path_column is not given"),
+    Refusal({"save_strategy": "epoch", "load_best_model_at_end": True}, "Trainer refuses.*load_best_model_at_end"),
+    Refusal({"lr_scheduler_type": "linaer"}, "linaer is not a valid SchedulerType"),
+    Refusal({"optim": "galore_adamw"}, "optim is 'galore_adamw', an optimizer that chooses"),
+    Refusal({"optim_target_modules": ["q"]}, r"optim_target_modules is \['q'\], an optimizer"),
+    Refusal({"generic_share": 1.5}, "generic_share is 1.5; expected a share"),
+]
+
+
+@each(VALUES)
+def test_wrong_value_of_a_key_is_refused(row):
+    with refused(row.said):
+        from_mapping(TrainArguments, {**NEEDED, **row.asked})
+
+
+@pytest.fixture
+def refuses(tmp_path, monkeypatch):
+    """Check that a call is refused with a message of one line, and writes nothing."""
+    monkeypatch.chdir(tmp_path)
+
+    @contextmanager
+    def check(message: str) -> Iterator[None]:
+        with refused(message) as refusal:
+            yield
+        assert "\n" not in str(refusal.value)
+        assert not list(tmp_path.rglob("out"))
+        assert {path.name for path in tmp_path.glob("full/*")} <= {"thesis.txt"}
+
+    return check
+
+
+@pytest.fixture
+def texts(tmp_path) -> None:
     for name in ("file", "texts/000.txt", "full/thesis.txt"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("w3 w4 " * 20)
-    (folder / "blank.txt").write_text(" ")
-    (folder / "short.jsonl").write_text('{"text": "w4 w5 w6"}')
-    keys = {name: value for name, value in keys.items() if name not in ("model", "without")}
-    PreparedRun(
-        get("config_for")(model=folder / "bare" if model == "bare" else get("upscaled")("llama", model), **keys)
-    )
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("w3 w4 " * 20)
+    (tmp_path / "blank.txt").write_text(" ")
+    (tmp_path / "short.jsonl").write_text('{"text": "w4 w5 w6"}')
 
 
-def load_spoilt(get, keys):
-    model = shutil.copytree(get("upscaled")(), get("tmp_path") / "model")
-    keys["spoil"](model)
-    PreparedRun(get("config_for")(model=model))
+@dataclass(frozen=True)
+class RefusedRun(Refusal):
+    method: str = "midus-hml"
+    missing: str | None = None  # a package
 
 
-def without_values(model):
+ROWS = {"sparse_values": True}
+KL = {"base_kl": 0.3}
+STREAM = {"streaming": True, "shuffle_buffer": 5}
+FLASH = pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here")
+RUNS = [
+    RefusedRun({"base_kl": math.inf}, "base_kl is inf; expected a finite"),
+    RefusedRun({"optim": "paged_adamw_8bit"}, "Trainer cannot be made: .*bitsandbytes", missing="bitsandbytes"),
+    RefusedRun({"report_to": "wandb"}, "report_to is wandb.*install it, or set report_to", missing="wandb"),
+    RefusedRun({"use_liger_kernel": True}, "use_liger_kernel is true.*a model without memory"),
+    RefusedRun({"path_column": None}, "path of a text, and path_column is not given", method="hier-ffn"),
+    RefusedRun(ROWS, "few rows of a large table. Leave it"),
+    pytest.param(RefusedRun({"attn_implementation": "flash_attention_2"}, "Hub id .*FlashAttention2"), marks=FLASH),
+    RefusedRun({**KL, "trainable": "all"}, "base_kl is 0.3, and base parameter model.embed_tokens.weight trains"),
+    RefusedRun({**KL, "adapters": {"r": 4, "bias": "all"}}, "adapters.bias trains biases"),
+    RefusedRun({**KL, "use_liger_kernel": True}, "use_liger_kernel is true, .* no logits"),
+    RefusedRun({**STREAM, "max_steps": -1}, "max_steps is -1; expected the number"),
+    RefusedRun({**STREAM, "dataloader_num_workers": 2}, "dataloader_num_workers is 2; expected 0"),
+    RefusedRun({**STREAM, "train_sampling_strategy": "sequential"}, "is 'sequential'; .* shuffle_buffer: 0"),
+    RefusedRun({**STREAM, "accelerator_config": {"split_batches": True}}, "accelerator_config is .*; expected neither"),
+    RefusedRun({**STREAM, "corpus_split": "train[:10%]"}, "a stream has no slices; expected whole splits"),
+    RefusedRun({**STREAM, "corpus": "short.jsonl", "sequence_length": 128}, "corpus has 4 tokens; .* sequence of 128"),
+    RefusedRun({"eval_text": {"a": "short.jsonl"}, "eval_steps": 1}, "eval_text a has 4 tokens; expected"),
+    RefusedRun({"eval_text": "blank.txt", "eval_steps": 1}, "eval_text 'blank.txt' is empty"),
+    RefusedRun({"output": "full"}, r"holds thesis\.txt; choose another folder"),
+    RefusedRun({"output": "full", "resume_from_checkpoint": "auto"}, r"holds thesis\.txt; choose another folder"),
+    RefusedRun({"output": "file"}, "'.*file', a file; expected a folder"),
+    RefusedRun({"output": "file/out"}, "'.*file' is no folder to write in"),
+    RefusedRun({"output": "texts", "corpus": "texts/000.txt"}, "holds the corpus '.*000.txt'; choose"),
+    RefusedRun({"output": "texts/out", "corpus": "texts"}, "lies in the corpus '.*texts'; choose"),
+    RefusedRun({"output": "deep/out", "corpus": "short.jsonl", "sequence_length": 128}, "sequence of 128 tokens"),
+]  # fmt: skip
+
+
+@each(RUNS)
+def test_wrong_run_is_refused_before_writing(row, refuses, texts, config_for, upscaled, without):
+    if row.missing:
+        without(row.missing)
+    model = upscaled("llama", row.method)
+    with refuses(row.said):
+        PreparedRun(config_for(model=model, **row.asked))
+
+
+def test_run_of_a_base_is_refused_before_its_weights_are_read(refuses, config_for, upscaled, tmp_path):
+    base = shutil.copytree(upscaled().parent / "base", tmp_path / "bare")
+    (base / "model.safetensors").unlink()
+    with refuses("trainable is 'auto', .* is a base.*Upscale it first"):
+        PreparedRun(config_for(model=base))
+
+
+def test_blocks_do_not_train_with_adapters_towards_the_base(refuses, blocks_for):
+    with refuses("blocks of a bank train with the adapters"):
+        PreparedRun(blocks_for(**KL, adapters={"r": 4}))
+
+
+PACKED = {"model_type": "midus_llama", "num_hidden_layers": 2, "memory": [{"type": "packs", "layers": [0]}]}
+CONFIGS = {
+    "images": AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128),
+    "packs": AutoConfig.for_model(**PACKED),
+}
+NEW_MODELS = [
+    Refusal({"config_name": "absent.json"}, r"config_name is 'absent\.json'; expected the file"),
+    Refusal({"tokenizer_name": "./absent"}, r"tokenizer_name is '\./absent'; expected the folder"),
+    Refusal({"attn_implementation": "none_such"}, "attn_implementation=.none_such.` is not supported"),
+    Refusal({"sequence_length": 999}, "sequence_length is 999, .* for 128 tokens"),
+    Refusal({"model_config": "images"}, r"config_name is '.*shape\.json'; expected"),
+    Refusal({"model_config": "images", "attn_implementation": "eager"}, r"config_name is '.*shape\.json'; expected"),
+    Refusal({"model_config": "packs"}, "has packs, .* no glossary; expected a config"),
+    Refusal({"output_dir": "tokenizer/out"}, "lies in the tokenizer_name"),
+]
+
+
+@each(NEW_MODELS)
+def test_wrong_run_of_a_new_model_is_refused_before_writing(row, refuses, begun):
+    keys = {**row.asked, "model_config": CONFIGS.get(row.asked.get("model_config"))}
+    with refuses(row.said):
+        PreparedRun(begun(**keys))
+
+
+def remove_values(model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.1.memory.value_bank"]
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
-def as_pointer(name):
-    return {"spoil": lambda model: (model / name).write_text("version https://git-lfs.github.com/spec/v1\n")}
+def remove_tokenizer(model: Path) -> None:
+    for path in model.glob("tokenizer*"):
+        path.unlink()
 
 
-def choose_trained(get, keys):
-    model = AutoModelForCausalLM.from_pretrained(get(keys.get("kind", "upscaled"))("llama"))
-    if "upscale" in keys:
-        model.config.upscale = keys["upscale"]
-    try:
-        set_trainable(model, *(keys[key] for key in ("trainable", "frozen") if key in keys))
-    finally:
-        assert keys.get("kind") != "native" or all(parameter.requires_grad for parameter in model.parameters())
-
-
-def make_trainer(get, keys):
-    """Make a trainer of the model of a method by changed arguments, and with what it may be given."""
-    method, arguments, more = keys
-    model = AutoModelForCausalLM.from_pretrained(get("upscaled")("llama", method))
-    set_trainable(model, "auto")
-    options = tiny_config(None, get("corpus"), get("tmp_path"), config_name="c", tokenizer_name="t")
-    vars(options).update(arguments)
-    MemoryTrainer(model, options, **more)
-
-
-PACKED = {"model_type": "midus_llama", "num_hidden_layers": 2, "memory": [{"type": "packs", "layers": [0]}]}
-ADDED = {"trainable": "new", "new_layers": [], "new_memories": ["packs"]}
-CALLS = {
-    "flags": read_flags,
-    "values": lambda get, keys: from_mapping(TrainArguments, {**NEEDED, **keys}),
-    "run": prepare_run,
-    "blocks": lambda get, keys: PreparedRun(get("blocks_for")(**keys)),
-    "new model": lambda get, keys: PreparedRun(get("begun")(**keys)),
-    "spoilt": load_spoilt,
-    "trainable": choose_trained,
-    "packs": lambda get, keys: resolve_trainable(AutoConfig.for_model(**PACKED, upscale=ADDED), "auto"),
-    "groups": lambda get, keys: parameter_groups(torch.nn.Linear(2, 2).requires_grad_(False), Rates()),
-    "trainer": make_trainer,
-}
-BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
-STREAM, KL = {"streaming": True, "shuffle_buffer": 5}, {"base_kl": 0.3}
-OF_A_CLASS = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}
-MADE = {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}
-ROWS = {"sparse_values": True}
 NO_MODEL = "^model_name_or_path is '.*model'.*expected the folder or Hub id of a language model: "
 IS_POINTER = "of .*model is a Git LFS pointer.*Run git lfs pull"
-IMAGES = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128)
-PACKS = AutoConfig.for_model(**PACKED)
-FLASH = pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here")
-
-# What is asked for, how, and what is said.
-REQUESTS = [
-    # A line of the recipe, and flags.
-    ("flags", ["", "--max_steps", "1:30"], "max_steps is '1:30'; expected a whole"),
-    ("flags", ["", "--max_steps"], "--max-steps: expected one argument"),
-    ("flags", ["", "--value_schedule", "4x"], "--value-schedule: invalid choice: '4x'"),
-    ("flags", ["", "--adapters", "{r: 1, r: 2}"], "--adapters has 'r' twice"),
-    ("flags", ["", "--adapters", "{r: 8}", "--trainable", "new"], "adapters is set and trainable is 'new'"),
-    ("flags", ["", "--seed", "null"], "seed is None; expected a whole"),
-    ("flags", ["", "--trainable", "null"], "trainable is None; expected 'auto'"),
-    ("flags", ["", "--max_step=1", "--output-dri", "o"], "mean --max_steps.*mean --output_dir.*Expected --KEY VALUE"),
-    ("flags", ["save_strategy: no"], "save_strategy is False; expected a string.*Put text that YAML reads"),
-    ("flags", ["logging_strategy: no"], "logging_strategy is False; expected one of: no"),
-    ("values", {"warmup_ratio": 0.1}, "no option 'warmup_ratio'.*one of: output_dir"),
-    ("values", {"trainable": "nwe"}, "trainable is 'nwe'; expected 'auto'"),
-    ("values", {"frozen": ["vale"]}, r"frozen is \['vale'\]; expected roles"),
-    ("values", {"adapters": "lora"}, "adapters is 'lora'; expected a mapping"),
-    ("values", {"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0; expected at least 1"),
-    ("values", {"max_steps": 0}, "max_steps is 0; .* or -1 for num_train_epochs"),
-    ("values", {"num_train_epochs": 0}, "num_train_epochs is 0.0; expected more"),
-    ("values", {"eval_steps": 5}, "eval_steps is 5.0, which needs eval_text"),
-    ("values", {"config_name": "c"}, "model_name_or_path is 'm', config_name 'c'"),
-    ("values", {**BEGUN, "tokenizer_name": None}, "config_name 'c' and tokenizer_name None"),
-    ("values", {"adapters": {}, "trainable": "all"}, "Leave adapters out, or"),
-    ("values", {"adapters": {}, "frozen": ["value"]}, r"adapters is set and frozen is \['value'\]"),
-    ("values", {"tree": "x"}, "tree is 'x', and path_column is not given"),
-    ("values", {"save_strategy": "epoch", "load_best_model_at_end": True}, "Trainer refuses.*load_best_model_at_end"),
-    ("values", {"lr_scheduler_type": "linaer"}, "linaer is not a valid SchedulerType"),
-    ("values", {"optim": "galore_adamw"}, "optim is 'galore_adamw', an optimizer that chooses"),
-    ("values", {"optim_target_modules": ["q"]}, r"optim_target_modules is \['q'\], an optimizer"),
-    ("values", {"generic_share": 1.5}, "generic_share is 1.5; expected a share"),
-    ("run", {"base_kl": math.inf}, "base_kl is inf; expected a finite"),
-    # Runs up to their first step.
-    ("run", {"without": "bitsandbytes", "optim": "paged_adamw_8bit"}, "Trainer cannot be made: .*bitsandbytes"),
-    ("run", {"without": "wandb", "report_to": "wandb"}, "report_to is wandb.*install it, or set report_to"),
-    ("run", {"use_liger_kernel": True}, "use_liger_kernel is true.*a model without memory"),
-    ("run", {"model": "bare"}, "trainable is 'auto', .* is a base.*Upscale it first"),
-    ("run", {"model": "hier-ffn"}, "path of a text, and path_column is not given"),
-    ("run", ROWS, "few rows of a large table. Leave it"),
-    pytest.param("run", {"attn_implementation": "flash_attention_2"}, "Hub id .*FlashAttention2", marks=FLASH),
-    ("run", {**KL, "trainable": "all"}, "base_kl is 0.3, and base parameter model.embed_tokens.weight trains"),
-    ("run", {**KL, "adapters": {"r": 4, "bias": "all"}}, "adapters.bias trains biases"),
-    ("run", {**KL, "use_liger_kernel": True}, "use_liger_kernel is true, .* no logits"),
-    ("blocks", {**KL, "adapters": {"r": 4}}, "blocks of a bank train with the adapters"),
-    ("run", {**STREAM, "max_steps": -1}, "max_steps is -1; expected the number"),
-    ("run", {**STREAM, "dataloader_num_workers": 2}, "dataloader_num_workers is 2; expected 0"),
-    ("run", {**STREAM, "train_sampling_strategy": "sequential"}, "is 'sequential'; .* shuffle_buffer: 0"),
-    ("run", {**STREAM, "accelerator_config": {"split_batches": True}}, "accelerator_config is .*; expected neither"),
-    ("run", {**STREAM, "corpus_split": "train[:10%]"}, "a stream has no slices; expected whole splits"),
-    ("run", {**STREAM, "corpus": "short.jsonl", "sequence_length": 128}, "corpus has 4 tokens; .* sequence of 128"),
-    ("run", {"eval_text": {"a": "short.jsonl"}, "eval_steps": 1}, "eval_text a has 4 tokens; expected"),
-    ("run", {"eval_text": "blank.txt", "eval_steps": 1}, "eval_text 'blank.txt' is empty"),
-    ("run", {"output": "full"}, r"holds thesis\.txt; choose another folder"),
-    ("run", {"output": "full", "resume_from_checkpoint": "auto"}, r"holds thesis\.txt; choose another folder"),
-    ("run", {"output": "file"}, "'.*file', a file; expected a folder"),
-    ("run", {"output": "file/out"}, "'.*file' is no folder to write in"),
-    ("run", {"output": "texts", "corpus": "texts/000.txt"}, "holds the corpus '.*000.txt'; choose"),
-    ("run", {"output": "texts/out", "corpus": "texts"}, "lies in the corpus '.*texts'; choose"),
-    ("run", {"output": "deep/out", "corpus": "short.jsonl", "sequence_length": 128}, "sequence of 128 tokens"),
-    ("new model", {"config_name": "absent.json"}, r"config_name is 'absent\.json'; expected the file"),
-    ("new model", {"tokenizer_name": "./absent"}, r"tokenizer_name is '\./absent'; expected the folder"),
-    ("new model", {"attn_implementation": "none_such"}, "attn_implementation=.none_such.` is not supported"),
-    ("new model", {"sequence_length": 999}, "sequence_length is 999, .* for 128 tokens"),
-    ("new model", {"model_config": IMAGES}, r"config_name is '.*shape\.json'; expected"),
-    ("new model", {"model_config": IMAGES, "attn_implementation": "eager"}, r"config_name is '.*shape\.json'; expected"),
-    ("new model", {"model_config": PACKS}, "has packs, .* no glossary; expected a config"),
-    ("new model", {"output_dir": "tokenizer/out"}, "lies in the tokenizer_name"),
-    ("spoilt", {"spoil": lambda model: (model / "config.json").unlink()}, NO_MODEL),
-    ("spoilt", {"spoil": lambda model: (model / "config.json").write_text("{")}, NO_MODEL),
-    ("spoilt", {"spoil": lambda model: (model / "model.safetensors").unlink()}, NO_MODEL),
-    ("spoilt", {"spoil": lambda model: (model / "model.safetensors").write_bytes(b"torn")}, NO_MODEL),
-    ("spoilt", {"spoil": lambda model: [path.unlink() for path in model.glob("tokenizer*")]}, "no tokenizer that loads"),
-    ("spoilt", {"spoil": without_values}, r"^model is '.*model', whose .* lacks 1 of .*layers\.1\.memory\.value_bank"),
-    *(("spoilt", as_pointer(name), f"^{name} {IS_POINTER}") for name in ("config.json", "model.safetensors", "tokenizer.json")),
-    # What trains.
-    *(("trainable", {"kind": "native", "upscale": record, "trainable": "auto"}, "this llama model is a base, not")
-      for record in (None, {"trainable": ["new"]})),
-    *(("trainable", {"kind": "native", "trainable": layers}, r"is \[.*\]; expected layers .* \(0 <= layer < 6\)")
-      for layers in ([], [3, 1, 3], [-1, 2])),
-    *(("trainable", {"upscale": record, "trainable": "new"}, "or set trainable: all") for record in (None, {"new_layers": []})),
-    ("trainable", {"upscale": {"new_layers": [1, 6]}, "trainable": "new"}, r"names \[6\], which the model does not have"),
-    *(("trainable", {"trainable": value}, "expected 'auto', 'new', 'all', a list of layer") for value in ("none", None, [True])),
-    ("trainable", {"trainable": ["router"]}, r"is \['router'\], but the new memories"),
-    ("trainable", {"trainable": "new", "frozen": ["router"]}, r"frozen is \['router'\], .* no memory tensors"),
-    ("trainable", {"trainable": [0], "frozen": ["value"]}, "role 'value' that would train; leave"),
-    ("trainable", {"trainable": ["value"], "frozen": ["value"]}, "leaves nothing to train; freeze less"),
-    ("packs", {}, "packs add texts, no parameters; .* adapters: {r: 16}"),
-    ("groups", {}, "no parameter requires a gradient; call set_trainable"),
-    # What a trainer can do with its arguments, and with what it is given.
-    ("trainer", ("hier-ffn", {"fp16": True}, {}), "FSDP, DeepSpeed and fp16 do not support"),
-    ("trainer", ("hier-ffn", {"optim": "adafactor"}, {}), "Adafactor does not have; .* optim: adamw_torch"),
-    ("trainer", ("hier-ffn", {}, OF_A_CLASS), "SGD does not have; expected an optimizer"),
-    ("trainer", ("hier-ffn", {}, MADE), "another optimizer does not have; expected"),
-    ("trainer", ("ultramem-v2", {**ROWS, "optim": "adamw_torch_8bit"}, {}), "optim is 'adamw_torch_8bit'; expected"),
-    ("trainer", ("ultramem-v2", ROWS, OF_A_CLASS), "was given an optimizer, which would be replaced"),
-    ("trainer", ("ultramem-v2", ROWS, MADE), "was given an optimizer, which would be replaced"),
-    ("trainer", ("moc", {"label_smoothing_factor": 0.1}, {}), "label_smoothing_factor is set"),
-    ("trainer", ("moc", {}, {"compute_loss_func": print}), "compute_loss_func is set"),
-]  # fmt: skip
+POINTER = "version https://git-lfs.github.com/spec/v1\n"
+SPOILT = [
+    Spoilt("no config.json", NO_MODEL, remove("config.json")),
+    Spoilt("half a config.json", NO_MODEL, replace("config.json", "{")),
+    Spoilt("no weights", NO_MODEL, remove("model.safetensors")),
+    Spoilt("torn weights", NO_MODEL, replace("model.safetensors", "torn")),
+    Spoilt("no tokenizer", "no tokenizer that loads", remove_tokenizer),
+    Spoilt("no values", r"^model is '.*model', whose .* lacks 1 of .*layers\.1\.memory\.value_bank", remove_values),
+    Spoilt("pointer to a config", f"^config.json {IS_POINTER}", replace("config.json", POINTER)),
+    Spoilt("pointer to weights", f"^model.safetensors {IS_POINTER}", replace("model.safetensors", POINTER)),
+    Spoilt("pointer to a tokenizer", f"^tokenizer.json {IS_POINTER}", replace("tokenizer.json", POINTER)),
+]
 
 
-@pytest.mark.parametrize(("call", "keys", "message"), REQUESTS)
-def test_wrong_requests_are_refused_before_writing(call, keys, message, request, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with refused(message) as refusal:
-        CALLS[call](request.getfixturevalue, keys)
-    assert call in ("flags", "values") or "\n" not in str(refusal.value)
-    assert not list(tmp_path.rglob("out"))
-    assert {path.name for path in tmp_path.glob("full/*")} <= {"thesis.txt"}
+@each(SPOILT)
+def test_run_of_a_spoilt_model_is_refused_before_writing(row, refuses, config_for, upscaled, tmp_path):
+    model = shutil.copytree(upscaled(), tmp_path / "model")
+    row.spoil(model)
+    with refuses(row.said):
+        PreparedRun(config_for(model=model))
+
+
+LAYERS = r"is \[.*\]; expected layers .* \(0 <= layer < 6\)"
+OF_A_BASE = [
+    Refusal({"upscale": None, "trainable": "auto"}, "this llama model is a base, not"),
+    Refusal({"upscale": {"trainable": ["new"]}, "trainable": "auto"}, "this llama model is a base, not"),
+    Refusal({"trainable": []}, LAYERS),
+    Refusal({"trainable": [3, 1, 3]}, LAYERS),
+    Refusal({"trainable": [-1, 2]}, LAYERS),
+]
+NO_CHOICE = "expected 'auto', 'new', 'all', a list of layer"
+OF_A_MEMORY = [
+    Refusal({"upscale": None, "trainable": "new"}, "or set trainable: all"),
+    Refusal({"upscale": {"new_layers": []}, "trainable": "new"}, "or set trainable: all"),
+    Refusal({"upscale": {"new_layers": [1, 6]}, "trainable": "new"}, r"names \[6\], which the model does not have"),
+    Refusal({"trainable": "none"}, NO_CHOICE),
+    Refusal({"trainable": None}, NO_CHOICE),
+    Refusal({"trainable": [True]}, NO_CHOICE),
+    Refusal({"trainable": ["router"]}, r"is \['router'\], but the new memories"),
+    Refusal({"trainable": "new", "frozen": ["router"]}, r"frozen is \['router'\], .* no memory tensors"),
+    Refusal({"trainable": [0], "frozen": ["value"]}, "role 'value' that would train; leave"),
+    Refusal({"trainable": ["value"], "frozen": ["value"]}, "leaves nothing to train; freeze less"),
+]
+
+
+def choose_trained(model: PreTrainedModel, asked: dict[str, Any]) -> None:
+    chosen = dict(asked)
+    model.config.upscale = chosen.pop("upscale", model.config.upscale)
+    set_trainable(model, **chosen)
+
+
+@each(OF_A_BASE)
+def test_wrong_choice_of_layers_leaves_all_trainable(row, refuses, native):
+    model = AutoModelForCausalLM.from_pretrained(native("llama"))
+    with refuses(row.said):
+        choose_trained(model, row.asked)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@each(OF_A_MEMORY)
+def test_wrong_choice_of_what_trains_is_refused(row, refuses, upscaled):
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    with refuses(row.said):
+        choose_trained(model, row.asked)
+
+
+def test_packs_have_nothing_that_trains(refuses):
+    config = AutoConfig.for_model(**PACKED, upscale={"trainable": "new", "new_layers": [], "new_memories": ["packs"]})
+    with refuses("packs add texts, no parameters; .* adapters: {r: 16}"):
+        resolve_trainable(config, "auto")
+
+
+def test_optimizer_without_a_trained_parameter_is_refused(refuses):
+    with refuses("no parameter requires a gradient; call set_trainable"):
+        parameter_groups(torch.nn.Linear(2, 2).requires_grad_(False), Rates())
+
+
+@dataclass(frozen=True)
+class RefusedTrainer(Refusal):
+    """`asked`: keys. `given` goes to the trainer itself."""
+
+    method: str
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.method, super().__str__(), *self.given)))
+
+
+OF_A_CLASS = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}
+MADE = {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}
+TRAINERS = [
+    RefusedTrainer({"fp16": True}, "FSDP, DeepSpeed and fp16 do not support", "hier-ffn"),
+    RefusedTrainer({"optim": "adafactor"}, "Adafactor does not have; .* optim: adamw_torch", "hier-ffn"),
+    RefusedTrainer({}, "SGD does not have; expected an optimizer", "hier-ffn", OF_A_CLASS),
+    RefusedTrainer({}, "another optimizer does not have; expected", "hier-ffn", MADE),
+    RefusedTrainer({**ROWS, "optim": "adamw_torch_8bit"}, "optim is 'adamw_torch_8bit'; expected", "ultramem-v2"),
+    RefusedTrainer(ROWS, "was given an optimizer, which would be replaced", "ultramem-v2", OF_A_CLASS),
+    RefusedTrainer(ROWS, "was given an optimizer, which would be replaced", "ultramem-v2", MADE),
+    RefusedTrainer({"label_smoothing_factor": 0.1}, "label_smoothing_factor is set", "moc"),
+    RefusedTrainer({}, "compute_loss_func is set", "moc", {"compute_loss_func": print}),
+]
+
+
+@each(TRAINERS)
+def test_trainer_refuses_what_its_model_cannot_do(row, refuses, upscaled, corpus, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama", row.method))
+    set_trainable(model, "auto")
+    options = tiny_config(None, corpus, tmp_path, config_name="c", tokenizer_name="t")
+    vars(options).update(row.asked)
+    with refuses(row.said):
+        MemoryTrainer(model, options, **row.given)
 
 
 MODEL, CORPUS, CHATS = "--model_name_or_path=model", "--corpus=texts.jsonl", "--dataset_name=texts.jsonl"
+MAIN = {"train": main, "sft": sft}
 COMMANDS = [
-    (main, ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps=1' is not a value of a key; expected TEXTS"),
-    (main, ["--model", "model", "--output", "o", "notes"], "'notes' is not a value.*midus train notes --model model --out"),
-    (main, ["misspelt.yaml", MODEL, CORPUS], "'max_step' is not a key; did you mean max_steps"),
-    (main, ["odd.yaml", MODEL, CORPUS], "'1' is not a key. 'lr' is not a key. Expected"),
-    (main, ["recipe.yaml", MODEL], "no 'corpus'; .* or by --corpus"),
-    (main, ["texts.jsonl", "--model", "./no", "--output", "o"], "model_name_or_path is './no', which does not exist"),
-    (main, ["recipe.yaml", MODEL, CORPUS, "--output_dir=full"], "output_dir is 'full', which holds notes.txt; choose"),
-    (main, ["recipe.yaml", CORPUS, "--model=absent/model"], "'absent/model', which is no folder here"),
-    (main, ["notes"], "--output is missing; run 'midus train TEXTS"),
-    (main, ["notes", "--output", "o"], "no 'model_name_or_path'; .* or by --model"),
-    (main, ["./model"], "'./model' is a model; expected texts"),
-    (main, ["notes", "--corpus", "other"], "corpus is given twice, .* Leave"),
-    (main, ["absent.yaml"], "config is 'absent.yaml', which cannot be read"),
-    (main, ["notes", "--model=base", "--output=o", "--sequence_length=8"], "trainable is 'auto', .* is a base"),
-    (sft, ["chats.jsonl", "--model=base", "--output=o", "--max_length=8"], "trainable is 'auto', .* is a base"),
-    (sft, ["chats.yaml", "max_steps=1", MODEL, CHATS], "'max_steps=1' is not a value of a key; expected CHATS"),
-    (sft, ["chats.jsonl"], "--output is missing; run 'midus sft CHATS"),
-    (sft, ["./model"], "'./model' is a model; expected chats. Run 'midus sft CHATS"),
-    (sft, ["chats.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is not a key; did you mean --max_length"),
-    (sft, ["chats.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns"),
-    (sft, ["chats.yaml", MODEL, "--dataset_name=nothing.jsonl"], "dataset_name is 'nothing.jsonl', which is empty: it has no row"),
-    (sft, ["chats.yaml", MODEL], "no 'dataset_name'; .* or by --dataset_name"),
+    Refusal(["train", "recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps=1' is not a value of a key; expected TEXTS"),
+    Refusal(["train", "--model", "model", "--output", "o", "notes"], "'notes' is not a value.*midus train notes --model model --out"),
+    Refusal(["train", "misspelt.yaml", MODEL, CORPUS], "'max_step' is not a key; did you mean max_steps"),
+    Refusal(["train", "odd.yaml", MODEL, CORPUS], "'1' is not a key. 'lr' is not a key. Expected"),
+    Refusal(["train", "recipe.yaml", MODEL], "no 'corpus'; .* or by --corpus"),
+    Refusal(["train", "texts.jsonl", "--model", "./no", "--output", "o"], "model_name_or_path is './no', which does not exist"),
+    Refusal(["train", "recipe.yaml", MODEL, CORPUS, "--output_dir=full"], "output_dir is 'full', which holds notes.txt; choose"),
+    Refusal(["train", "recipe.yaml", CORPUS, "--model=absent/model"], "'absent/model', which is no folder here"),
+    Refusal(["train", "notes"], "--output is missing; run 'midus train TEXTS"),
+    Refusal(["train", "notes", "--output", "o"], "no 'model_name_or_path'; .* or by --model"),
+    Refusal(["train", "./model"], "'./model' is a model; expected texts"),
+    Refusal(["train", "notes", "--corpus", "other"], "corpus is given twice, .* Leave"),
+    Refusal(["train", "absent.yaml"], "config is 'absent.yaml', which cannot be read"),
+    Refusal(["train", "notes", "--model=base", "--output=o", "--sequence_length=8"], "trainable is 'auto', .* is a base"),
+    Refusal(["sft", "chats.jsonl", "--model=base", "--output=o", "--max_length=8"], "trainable is 'auto', .* is a base"),
+    Refusal(["sft", "chats.yaml", "max_steps=1", MODEL, CHATS], "'max_steps=1' is not a value of a key; expected CHATS"),
+    Refusal(["sft", "chats.jsonl"], "--output is missing; run 'midus sft CHATS"),
+    Refusal(["sft", "./model"], "'./model' is a model; expected chats. Run 'midus sft CHATS"),
+    Refusal(["sft", "chats.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is not a key; did you mean --max_length"),
+    Refusal(["sft", "chats.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns"),
+    Refusal(
+        ["sft", "chats.yaml", MODEL, "--dataset_name=nothing.jsonl"],
+        "dataset_name is 'nothing.jsonl', which is empty: it has no row"),
+    Refusal(["sft", "chats.yaml", MODEL], "no 'dataset_name'; .* or by --dataset_name"),
 ]  # fmt: skip
 FILES = {
     "notes/a.txt": "a",
@@ -274,15 +392,16 @@ def room(upscaled, tmp_path_factory):
     return room
 
 
-@pytest.mark.parametrize(("command", "words", "message"), COMMANDS)
-def test_wrong_run_is_refused_in_one_line(command, words, message, room, monkeypatch, capsys):
+@each(COMMANDS)
+def test_wrong_command_is_refused_in_one_line(row, room, monkeypatch, capsys):
     monkeypatch.chdir(room)
     before = sorted(room.rglob("*"))
-    assert command(words) == 2
+    command, *words = row.asked
+    assert MAIN[command](words) == 2
     out, err = capsys.readouterr()
-    with refused(f"^midus {'train' if command is main else 'sft'}: .*{message}"):
-        raise ValueError(err.splitlines()[-1])
-    assert out == "" and sorted(room.rglob("*")) == before
+    assert re.search(f"^midus {command}: .*{row.said}", err.splitlines()[-1])
+    assert out == ""
+    assert sorted(room.rglob("*")) == before
 
 
 def test_unreachable_hub_is_refused_in_one_line(words, tmp_path, capsys):
@@ -290,13 +409,6 @@ def test_unreachable_hub_is_refused_in_one_line(words, tmp_path, capsys):
     line = capsys.readouterr().err.splitlines()[-1]
     assert re.search("^midus train: push_to_hub is true, .*offline.*upload the folder later", line)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture
-def recipe(tmp_path) -> Path:
-    path = tmp_path / "train.yaml"
-    path.write_text("".join(f"{key}: {value}\n" for key, value in NEEDED.items()))
-    return path
 
 
 def test_saving_measuring_and_what_trains_follow_other_keys():
@@ -325,7 +437,9 @@ def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
     read.fsdp_config = {"api_key": "opensesame"}
     copied = pickle.loads(pickle.dumps(read))
     for shown in (str(read), repr(read), repr(read.recorded()), read.to_json_string(), repr(copied)):
-        assert "<hidden>" in shown and "opensesame" not in shown and "Planted" not in shown
+        assert "<hidden>" in shown
+        assert "opensesame" not in shown
+        assert "Planted" not in shown
     assert copy.copy(read).hub_token == "opensesame"
 
 
@@ -351,7 +465,8 @@ def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
 )
 def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recipe):
     value = getattr(read_arguments(TrainArguments, [str(recipe), *flags]), key)
-    assert value == expected and type(value) is type(expected)
+    assert value == expected
+    assert type(value) is type(expected)
 
 
 def test_adapters_flag_replaces_trainable_with_a_note(recipe, capsys):
@@ -370,7 +485,8 @@ def test_flag_gives_the_number_that_a_recipe_gives(word, recipe):
     of_recipe = read_arguments(TrainArguments, [str(recipe)])
     numbers = {"010": 10, "0x10": 16, "0o10": 8, "12.0": 12}
     assert read.max_steps == of_recipe.max_steps == read.learning_rate == numbers.get(word, 1000)
-    assert type(read.max_steps) is int and type(of_recipe.learning_rate) is float
+    assert type(read.max_steps) is int
+    assert type(of_recipe.learning_rate) is float
 
 
 @pytest.mark.parametrize("kind", [TrainArguments, SftArguments])
@@ -392,7 +508,8 @@ def test_help_describes_our_keys_once(main, kind, texts, recomputes, capsys):
     entries = dict(re.findall(r"^  --(\w+) (.*(?:\n {10}.*)*)", shown, re.MULTILINE))
     fields = {field.name for field in dataclasses.fields(kind)}
     assert entries.keys() - {"no_assistant_only_loss"} == {*fields, "model", "output"}
-    assert all(entries[name].count("Default:") == 1 for name in fields) and "(default:" not in shown
+    assert all(entries[name].count("Default:") == 1 for name in fields)
+    assert "(default:" not in shown
     assert entries["activation_checkpointing"].endswith(f"Default: {recomputes}.")
     end = " ".join(shown.split()).partition(" work too, spelled as there, among them ")[2]
     assert {*re.findall(r"\w*_\w+", end)} <= {field.name for field in dataclasses.fields(TrainArguments)}

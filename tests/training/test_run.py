@@ -61,7 +61,7 @@ def test_only_new_tensors_move_and_the_model_loads(family, upscaled, config_for,
     logits = AutoModelForCausalLM.from_pretrained(source).train()(input_ids=batch["input_ids"]).logits
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
     result = run.execute()
-    assert result.steps == 6 and result.tokens == 6 * 2 * 16
+    assert (result.steps, result.tokens) == (6, 6 * 2 * 16)
     assert logged(trained)[0] == pytest.approx(expected.item(), rel=1e-6)
     assert moved(source, trained) == {name for name in weights(source) if is_new(name)} != set()
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, trained))
@@ -110,7 +110,8 @@ def test_held_out_text_is_measured_and_the_best_model_is_saved(config_for, corpu
     options = {"eval_text": str(corpus), "eval_steps": 2, "save_steps": 2, "max_steps": 6}
     run_training(config_for("last", **options, save_total_limit=None))
     losses = by_step(tmp_path / "last", "eval_loss")
-    assert list(losses) == [2, 4, 6] and losses[6] < losses[2]
+    assert list(losses) == [2, 4, 6]
+    assert losses[6] < losses[2]
     assert by_step(tmp_path / "last", "eval_perplexity") == {step: math.exp(loss) for step, loss in losses.items()}
     give_held_out_losses(monkeypatch, best_at(2))
     options["load_best_model_at_end"] = True
@@ -180,7 +181,8 @@ def test_short_run_reads_every_fact_in_100_steps(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     per_epoch = math.ceil(len(expected) / 4)
     epochs = math.ceil(100 / per_epoch)
-    assert "num_train_epochs=3 (more for fewer than 100 steps)" in err and " few," not in err
+    assert "num_train_epochs=3 (more for fewer than 100 steps)" in err
+    assert " few," not in err
     assert (
         f"in {len(expected)} sequences of 60, the last padded; {epochs * per_epoch} steps ({epochs} times each)" in out
     )
@@ -236,7 +238,8 @@ def test_held_out_loss_is_per_token_at_any_batch_size(keys, config_for, upscaled
         with torch.no_grad():
             total += model(torch.tensor([row["input_ids"]]), labels=labels).loss.item() * count
         tokens += count
-    assert len(sequences) == 6 and tokens == 15 * 5 + 3
+    assert len(sequences) == 6
+    assert tokens == 15 * 5 + 3
     assert measured == pytest.approx([total / tokens] * 4, rel=1e-6)
 
 
@@ -300,11 +303,13 @@ def test_new_model_trains_whole_and_is_saved_with_its_card(memory, begun, tmp_pa
     card = (tmp_path / "out" / "README.md").read_text()
     _, front, text = card.split("---\n", 2)
     assert "base_model" not in yaml.safe_load(front)
-    assert text.startswith("\n# out\n") and str(tmp_path) not in card
+    assert text.startswith("\n# out\n")
+    assert str(tmp_path) not in card
     assert "the weights were initialised at random with seed 3, for the config `shape.json`" in " ".join(text.split())
     report = yaml.safe_load(re.search(r"```yaml\n(.*)```\n$", card, flags=re.DOTALL)[1])
     of_origin = {key: value for key, value in report.items() if key.endswith(("_name", "_name_or_path"))}
-    assert of_origin == {"config_name": "shape.json", "tokenizer_name": "tokenizer"} and report["trainable"] == "all"
+    assert of_origin == {"config_name": "shape.json", "tokenizer_name": "tokenizer"}
+    assert report["trainable"] == "all"
 
 
 def test_run_that_began_a_new_model_resumes_exactly(begun):
@@ -323,7 +328,8 @@ def test_new_model_from_a_folder_follows_the_seed(upscaled, begun, tmp_path):
     assert made.keys() == saved.keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in made.items())
     name = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.equal(made[name], saved[name]) and not torch.equal(made[name], other[name])
+    assert not torch.equal(made[name], saved[name])
+    assert not torch.equal(made[name], other[name])
     assert not hasattr(run.model.config, "upscale")
     for trainable in ("new", ["value"]):
         with refused("config of this midus_llama model records no new"):
@@ -346,13 +352,14 @@ def test_divergence_leaves_out_the_next_token(monkeypatch):
             expected += (q * (q.log() - p.log())).sum().item()
     for size in (256, 2):
         monkeypatch.setattr(base_divergence, "_TOKENS_AT_A_TIME", size)
-        assert divergence_without_target(logits, base, labels).item() == pytest.approx(expected, rel=1e-12)
+        assert divergence_without_target(logits, base, labels).item() == pytest.approx(expected, rel=1e-12), size
         assert torch.autograd.gradcheck(
             lambda logits: divergence_without_target(logits, base, labels), logits.clone().requires_grad_()
         )
     assert divergence_without_target(logits, base, torch.full_like(labels, -100)).item() == 0.0
     half = divergence_without_target(logits.bfloat16(), base.bfloat16(), labels)
-    assert half.dtype is torch.float32 and half.item() == pytest.approx(expected, rel=0.05)
+    assert half.dtype is torch.float32
+    assert half.item() == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -364,7 +371,8 @@ def test_base_logits_are_exact_after_training(method, family):
     with torch.no_grad():
         expected = base(ids).logits
         assert torch.equal(base_logits(model, {"input_ids": ids, "labels": ids}), expected)
-        assert model.training and not torch.equal(model(ids).logits, expected)
+        assert model.training
+        assert not torch.equal(model(ids).logits, expected)
 
 
 ADAPTERS = {"adapters": {"r": 4, "lora_dropout": 0.5}}
@@ -384,7 +392,8 @@ def test_passes_of_the_base_leave_nothing_behind(options, config_for, blocks_for
         assert_same_blocks(bank_of(tmp_path / "without"), bank_of(tmp_path / "with"))
     assert logged(tmp_path / "with") == logged(tmp_path / "without")
     diverged = logged(tmp_path / "with", "base_divergence")
-    assert diverged[0] < 1e-6 and diverged[-1] > 1e-9
+    assert diverged[0] < 1e-6
+    assert diverged[-1] > 1e-9
 
 
 def test_the_logged_loss_has_the_weighted_divergence(config_for, tmp_path):

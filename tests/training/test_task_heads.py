@@ -111,12 +111,14 @@ def test_trl_trains_on_rewards_and_preferences(trainer_class, upscaled, tmp_path
     trainer.train()
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert moved and moved <= trains == {name for name in before if is_not_of_base(name, model.config)}
+    assert moved
+    assert moved <= trains == {name for name in before if is_not_of_base(name, model.config)}
     if trainer_class is RewardTrainer:
         assert "score.weight" in moved
         trainer.save_model(tmp_path / "saved")
         saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
-        assert type(saved) is type(model) and torch.equal(logits(saved), logits(model.eval()))
+        assert type(saved) is type(model)
+        assert torch.equal(logits(saved), logits(model.eval()))
 
 
 def test_trl_reference_hash_covers_the_bank(upscaled, tmp_path):
@@ -221,8 +223,11 @@ def test_documented_scripts_train_only_the_new_layers(
         assert torch.equal(tensor, after[name]) != is_new(name), name
     rates = rates.of_group
     assert list(rates) == ["decay", "no_decay", "keys", "values"]
-    assert rates["keys"] == rates["values"] == [maximum] * STEPS and rates["decay"] == rates["no_decay"]
-    assert rates["decay"][0] == 0 and rates["decay"][1] == maximum and rates["decay"][-1] < maximum / 2
+    assert rates["keys"] == rates["values"] == [maximum] * STEPS
+    assert rates["decay"] == rates["no_decay"]
+    assert rates["decay"][0] == 0
+    assert rates["decay"][1] == maximum
+    assert rates["decay"][-1] < maximum / 2
     assert is_of_trl or type(settings["trainer"]) is trainer_class
 
 
@@ -231,7 +236,8 @@ def test_a_caller_chooses_the_optimizer(upscaled, scene):
     set_trainable(settings["model"])
     trainer = MemoryTrainer(settings["model"], settings["arguments"], optimizer_cls_and_kwargs=chosen)
     optimizer = trainer.create_optimizer()
-    assert type(optimizer) is torch.optim.SGD and {group["lr"] for group in optimizer.param_groups} == {1e-2}
+    assert type(optimizer) is torch.optim.SGD
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-2}
 
 
 def test_plain_trainer_that_leaves_blocks_is_refused(upscaled, scene):

@@ -65,7 +65,8 @@ def refused(tmp_path) -> Callable[..., None]:
 
     def check(outcome: Outcome, message: str, left: Sequence[str] | None = ()) -> None:
         assert (outcome.status, outcome.out) == (2, ""), outcome.err
-        assert outcome.err.startswith("upscale") and outcome.err.count("\n") == 1
+        assert outcome.err.startswith("upscale")
+        assert outcome.err.count("\n") == 1
         assert message in outcome.err or re.search(message, outcome.err), outcome.err
         if left is None:
             assert not (tmp_path / "out").exists()

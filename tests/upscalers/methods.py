@@ -1,9 +1,13 @@
 """The table of methods: every kind of model that they make, small, and requests to dense ones."""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # which pytest has on its path
+    sys.path.insert(0, "tests")
 
 import torch
 from models.memory_models import IDS, fill
@@ -28,75 +32,94 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "solar": {}, "llama-pro": {}, "avg-deus": {}, "lesa": {"options": {"epochs": 1}}, "opt-deus": {},
     "stack": {"options": {"layers": ["0-1", "0-3", 2]}},
 }  # fmt: skip
-# Methods with the option `identity`, and its default.
-PROMISING = {"llama-pro": "auto", "opt-deus": "auto", "lesa": "none", "avg-deus": "none"}
+# Methods with the option `identity`.
+PROMISING = ("llama-pro", "opt-deus", "lesa", "avg-deus")
 # Families with norms after attention and feed-forward network.
 OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")
 SMALL_CHAPTERS = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
 SMALL_TABLES = {"n": 8, "k": 4}
 SMALL_TREE = {"sizes": [3, 0, 2], "branching": 3}
-_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
-    "midus-hml": (SMALL["midus-hml"], {
-        "": {},
-        "output projection": {"output_projection": True},
-        "output projection and residual": {"output_projection": True, "inner_residual": True},
-        "batch norm": {"query_norm": "batch"}}),
-    "midus-pkm": (SMALL["midus-pkm"], {"": {}, "bare": {"query_norm": "none", "inner_residual": False}}),
-    "midus-linear": (SMALL["midus-linear"], {"": {}, "layer norm": {"query_norm": "layer"}}),
-    "moc": (SMALL_CHAPTERS, {
-        "": {}, "own": {"share": "none", "site": "behind-layer"}, "neighbours": {"share": "every:2", "layers": 3},
-        "per token": {"routing": "token"}, "per sequence": {"routing": "sequence"}}),
-    "ultramem-v2": (SMALL_TABLES, {
-        "": {}, "zero projection": {"zero": "projection"}, "ring": {"share": "ring:4"},
-        "no square": {"share": "ring:2", "layers": [0, 1, 3]},
-        "heads, no pre-values": {"heads": 2, "rank": 3, "pre_value_width": 0}, "skip": {"site": "skip", "span": 2}}),
-    # Bases of the table have no tokenizer.
-    "engram": ({"rows": 199, "width": 16, "hash_heads": 4, "compress": False}, {
-        "": {}, "no convolution, one order": {"kernel": 0, "max_order": 2}, "behind layers": {"site": "behind-layer"}}),
-    "moda": ({}, {
-        "": {},
-        "reused": {"joining": "interpolated", "attention_slots": "reused"},
-        "attention": {"joining": "interpolated", "attention_slots": "reused", "ffn_slots": False},
-        "projected": {"attention_slots": "projected", "bias": True},
-        "some": {"layers": [0, 2, 3]}}),
-    **{f"hier-{kind}": (SMALL_TREE, {"": {}}) for kind in ("ffn", "kv", "lora-qk", "lora-vo", "lora-ffn")},
+# Options of every kind of a method, unless the kind says otherwise. Bases of the table have no tokenizer.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    **SMALL, "moc": SMALL_CHAPTERS, "ultramem-v2": SMALL_TABLES,
+    "engram": {"rows": 199, "width": 16, "hash_heads": 4, "compress": False},
+    "hier-ffn": SMALL_TREE, "hier-kv": SMALL_TREE,
+    "hier-lora-qk": SMALL_TREE, "hier-lora-vo": SMALL_TREE, "hier-lora-ffn": SMALL_TREE,
+    "lesa": REQUESTS["lesa"]["options"], "stack": REQUESTS["stack"]["options"],
 }  # fmt: skip
+
+
+def kind(method: str, placement: str | None = None, **options: Any) -> dict[str, Any]:
+    """Return keyword arguments of `upscale`."""
+    place = {} if placement is None else {"placement": placement}
+    return {"method": method, "options": {**_OPTIONS.get(method, {}), **options}, **place}
+
+
 KINDS: dict[str, dict[str, Any]] = {
-    f"{method}, {name}" if name else method: {"method": method, "options": {**small, **options}}
-    for method, (small, kinds) in _OPTIONS.items()
-    for name, options in kinds.items()
-}
-# Methods whose memories retrieve rows, and the options of their null control of one row.
-RETRIEVING = {
-    "midus-hml": {"n": 1, "k": 1}, "midus-pkm": {"n": 1, "k": 1}, "midus-linear": {"slots": 1, "k": 1},
-    "moc": {"memory_tokens": 1, "chapters": 1, "shared_chapters": 0, "k": 1}, "ultramem-v2": {"n": 1, "k": 1, "share": "none"},
+    "midus-hml": kind("midus-hml"),
+    "midus-hml, output projection": kind("midus-hml", output_projection=True),
+    "midus-hml, output projection and residual": kind("midus-hml", output_projection=True, inner_residual=True),
+    "midus-hml, batch norm": kind("midus-hml", query_norm="batch"),
+    "midus-pkm": kind("midus-pkm"),
+    "midus-pkm, bare": kind("midus-pkm", query_norm="none", inner_residual=False),
+    "midus-linear": kind("midus-linear"),
+    "midus-linear, layer norm": kind("midus-linear", query_norm="layer"),
+    "moc": kind("moc"),
+    "moc, own": kind("moc", share="none", site="behind-layer"),
+    "moc, neighbours": kind("moc", share="every:2", layers=3),
+    "moc, per token": kind("moc", routing="token"),
+    "moc, per sequence": kind("moc", routing="sequence"),
+    "ultramem-v2": kind("ultramem-v2"),
+    "ultramem-v2, zero projection": kind("ultramem-v2", zero="projection"),
+    "ultramem-v2, ring": kind("ultramem-v2", share="ring:4"),
+    "ultramem-v2, no square": kind("ultramem-v2", share="ring:2", layers=[0, 1, 3]),
+    "ultramem-v2, heads, no pre-values": kind("ultramem-v2", heads=2, rank=3, pre_value_width=0),
+    "ultramem-v2, skip": kind("ultramem-v2", site="skip", span=2),
+    "engram": kind("engram"),
+    "engram, no convolution, one order": kind("engram", kernel=0, max_order=2),
+    "engram, behind layers": kind("engram", site="behind-layer"),
+    "moda": kind("moda"),
+    "moda, reused": kind("moda", joining="interpolated", attention_slots="reused"),
+    "moda, attention": kind("moda", joining="interpolated", attention_slots="reused", ffn_slots=False),
+    "moda, projected": kind("moda", attention_slots="projected", bias=True),
+    "moda, some": kind("moda", layers=[0, 2, 3]),
+    "hier-ffn": kind("hier-ffn"),
+    "hier-kv": kind("hier-kv"),
+    "hier-lora-qk": kind("hier-lora-qk"),
+    "hier-lora-vo": kind("hier-lora-vo"),
+    "hier-lora-ffn": kind("hier-lora-ffn"),
+    "midus-hml at top-heavy": kind("midus-hml", "top-heavy"),
+    "midus-hml at bottom-heavy": kind("midus-hml", "bottom-heavy"),
+    "midus-hml at 0,1,4,7,8,9": kind("midus-hml", "0,1,4,7,8,9"),
+    "solar": kind("solar"),
+    "llama-pro": kind("llama-pro"),
+    "avg-deus": kind("avg-deus"),
+    "lesa": kind("lesa"),
+    "opt-deus": kind("opt-deus"),
+    "stack": kind("stack"),
+    "llama-pro at distributed": kind("llama-pro", "distributed"),
+    "llama-pro at 0,1,2,7,8": kind("llama-pro", "0,1,2,7,8"),
+    "llama-pro, zero_out_proj": kind("llama-pro", identity="zero_out_proj"),
+    "opt-deus, zero_out_proj": kind("opt-deus", identity="zero_out_proj"),
+    "lesa, zero_out_proj": kind("lesa", identity="zero_out_proj"),
+    "lesa, auto": kind("lesa", identity="auto"),
+    "avg-deus, zero_out_proj": kind("avg-deus", identity="zero_out_proj"),
+    "avg-deus, auto": kind("avg-deus", identity="auto"),
+    "llama-pro, none": kind("llama-pro", identity="none"),
+    "opt-deus, none": kind("opt-deus", identity="none"),
+    "midus-hml, random slots": kind("midus-hml", addressing="random"),
+    "midus-pkm, random slots": kind("midus-pkm", addressing="random"),
+    "midus-linear, random slots": kind("midus-linear", addressing="random"),
+    "moc, random slots": kind("moc", addressing="random"),
+    "ultramem-v2, random slots": kind("ultramem-v2", addressing="random"),
+    "midus-hml, one row": kind("midus-hml", n=1, k=1),
+    "midus-pkm, one row": kind("midus-pkm", n=1, k=1),
+    "midus-linear, one row": kind("midus-linear", slots=1, k=1),
+    "moc, one row": kind("moc", memory_tokens=1, chapters=1, k=1, shared_chapters=0),
+    "ultramem-v2, one row": kind("ultramem-v2", n=1, k=1, share="none"),
+    "stack, another order": kind("stack", layers=["2-3", "0-2"]),
 }  # fmt: skip
-
-
-def with_options(method: str, **options: Any) -> dict[str, Any]:
-    return {"method": method, "options": {**KINDS[method]["options"], **options}}
-
-
-KINDS |= {
-    **{f"midus-hml at {at}": {**KINDS["midus-hml"], "placement": at} for at in ("top-heavy", "bottom-heavy", "0,1,4,7,8,9")},
-    **{method: {"method": method, **request} for method, request in REQUESTS.items()},
-    **{f"llama-pro at {at}": {"method": "llama-pro", "placement": at} for at in ("distributed", "0,1,2,7,8")},
-    **{
-        f"{method}, {identity}": {"method": method, "options": {**REQUESTS[method].get("options", {}), "identity": identity}}
-        for method, default in PROMISING.items()
-        for identity in ("zero_out_proj", "auto")
-        if identity != default
-    },
-    **{
-        f"{method}, none": {"method": method, "options": {**REQUESTS[method].get("options", {}), "identity": "none"}}
-        for method, default in PROMISING.items()
-        if default != "none"
-    },
-    **{f"{method}, random slots": with_options(method, addressing="random") for method in RETRIEVING},
-    **{f"{method}, one row": with_options(method, **one_row) for method, one_row in RETRIEVING.items()},
-    "stack, another order": {"method": "stack", "options": {"layers": ["2-3", "0-2"]}},
-}  # fmt: skip
-"""Keyword arguments of `upscale`, by a name for what they make."""
+"""Keyword arguments of `upscale`, by a name for what they make. `python -m tests.upscalers.methods` prints them."""
 # Kinds that do not compute what their base computes.
 DIFFERING = ("solar", "stack", "stack, another order", "avg-deus", "lesa", "llama-pro, none", "opt-deus, none")
 # One kind of each method.
@@ -106,7 +129,7 @@ PLAIN = [name for name in KINDS if name == KINDS[name]["method"]]
 def arguments_of(name: str) -> list[str]:
     """Return the same request in words of the command `upscale`."""
     kind = KINDS[name]
-    settings = [f"{key}={json.dumps(value)}" for key, value in kind.get("options", {}).items()]
+    settings = [f"{key}={json.dumps(value)}" for key, value in kind["options"].items()]
     placed = ["--placement", kind["placement"]] if "placement" in kind else []
     return ["--method", kind["method"], *placed, *(word for setting in settings for word in ("--set", setting))]
 
@@ -167,3 +190,11 @@ def upscaled_config(config: dict[str, Any], method: str, options=None, **place: 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     return NATIVE_FAMILIES[family].config(**changes).to_dict()
+
+
+if __name__ == "__main__":
+    for name, request in KINDS.items():
+        words = [f"{key}={value}" for key, value in request["options"].items()]
+        if "placement" in request:
+            words.append(f"placement {request['placement']}")
+        print(f"{name:45}{request['method']:15}{', '.join(words)}")

@@ -95,8 +95,10 @@ def make(shared_base, tmp_path_factory):
 def test_memory_starts_as_the_base_and_strips(model_type, method, make, tmp_path):
     made = make(model_type, method)
     base, model = load(made.base), load(made.output)
-    assert made.report.promises_identity and made.report.identity.max_abs_diff == 0.0
-    assert type(model).__name__ == f"Midus{type(base).__name__}" and model.config.model_type == f"midus_{model_type}"
+    assert made.report.promises_identity
+    assert made.report.identity.max_abs_diff == 0.0
+    assert type(model).__name__ == f"Midus{type(base).__name__}"
+    assert model.config.model_type == f"midus_{model_type}"
     settings = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     with torch.no_grad():
         expected = base(long_prompt()).logits
@@ -104,8 +106,10 @@ def test_memory_starts_as_the_base_and_strips(model_type, method, make, tmp_path
             assert torch.equal(model(long_prompt(), **inputs).logits, expected)
     assert torch.equal(model.generate(long_prompt(), **settings), base.generate(long_prompt(), **settings))
     result = strip(made.output, tmp_path / "stripped")
-    assert result["base_confirmed"] is True and result["differing_tensors"] == 0
-    assert same_tensors(made.base, tmp_path / "stripped") and config_of(made.base) == config_of(tmp_path / "stripped")
+    assert result["base_confirmed"] is True
+    assert result["differing_tensors"] == 0
+    assert same_tensors(made.base, tmp_path / "stripped")
+    assert config_of(made.base) == config_of(tmp_path / "stripped")
 
 
 @pytest.mark.parametrize(("model_type", "method"), by_default(DENSE_IN_TURN, itertools.product(INFERRED, DENSE)))
@@ -114,11 +118,12 @@ def test_base_layers_keep_bits_and_new_ones_their_kind(model_type, method, make)
     old, new = read_tensors(made.base), read_tensors(made.output)
     for index, layer in enumerate(plan_of(made).layers):
         source, copied = layer_of(old, plan_of(made).sources[index]), layer_of(new, index)
-        assert {name: t.shape for name, t in copied.items()} == {name: t.shape for name, t in source.items()}
+        assert {name: t.shape for name, t in copied.items()} == {name: t.shape for name, t in source.items()}, index
         if isinstance(layer, Base):
-            assert all(same_bits(copied[name], source[name]) for name in source)
+            assert all(same_bits(copied[name], source[name]) for name in source), index
     before, after = load(made.base), load(made.output)
-    assert type(after) is type(before) and after.config.model_type == model_type
+    assert type(after) is type(before)
+    assert after.config.model_type == model_type
     settings = [[layer_settings(layer) for layer in model.model.layers] for model in (before, after)]
     assert find_changed_setting(*settings, plan_of(made).sources) is None
     expected, logits = before(long_prompt()).logits, after(long_prompt()).logits
@@ -160,7 +165,8 @@ def test_lesa_predicts_only_matrices(model_type, make):
             mean = ((previous[name].double() + following[name].double()) / 2).to(tensor.dtype)
             module = name.rpartition(".")[0]
             if tensor.dim() == 2 and not MATRICES.isdisjoint(module.split(".")):
-                assert tensor.isfinite().all() and not same_bits(tensor, mean)
+                assert tensor.isfinite().all()
+                assert not same_bits(tensor, mean)
                 predicted += 1
             elif "." not in module and "norm" in module:
                 assert same_bits(tensor, layer_of(old, 0)[name]), name
@@ -205,7 +211,8 @@ def test_unsupported_type_and_method_are_refused(model_type, words, message, sha
 def test_fusion_of_different_layers_is_warned_of(shared_base, command, tmp_path):
     done = command("--base", shared_base("smollm3"), "--method", "avg-deus", "--output", tmp_path / "out")
     message = "new layer 4 fuses layers that the config describes differently .no_rope_layers 0, .* Pass neighbours=same_type"
-    assert done.status == 0 and re.search(message, " ".join(done.err.split()))
+    assert done.status == 0
+    assert re.search(message, " ".join(done.err.split()))
 
 
 def test_layer_reading_earlier_layers_cannot_move(shared_base, tmp_path):
@@ -213,7 +220,8 @@ def test_layer_reading_earlier_layers_cannot_move(shared_base, tmp_path):
     request = {"base": shared_base("zaya"), "method": "solar", "output": tmp_path / "out"}
     with pytest.raises(VerificationError, match=r"layer \d \(base \d.*\) computes differently than .* cannot move"):
         upscale(**request)
-    assert not (tmp_path / "out").exists() and upscale(**request, verify=False).num_layers == 6
+    assert not (tmp_path / "out").exists()
+    assert upscale(**request, verify=False).num_layers == 6
 
 
 FOLLOWING = [
@@ -263,7 +271,8 @@ STACKED = {
 def test_stacked_projections_are_read_in_their_order(model_type, name, shared_base):
     layers, weight = open_base(shared_base(model_type)).layout.backbone_layers, f"{name}.weight"
     stacked = [tensors[weight].parts for tensors in layers if weight in tensors]
-    assert stacked and all(parts == STACKED[model_type, name] for parts in stacked)
+    assert stacked
+    assert all(parts == STACKED[model_type, name] for parts in stacked)
 
 
 @pytest.mark.parametrize(("first", "expected"), [("gate", ("gate", "up")), ("up", ("up", "gate")), ("neither", ())])
@@ -312,4 +321,5 @@ def test_stacked_projections_are_predicted_separately(shared_base, tmp_path):
     for base, output in ((shared_base("phi3"), "one"), (changed, "other")):
         upscale(base=base, method="lesa", output=tmp_path / output, options=OPTIONS["lesa"], verify=False)
     one, other = (read_tensors(tmp_path / output)[name] for output in ("one", "other"))
-    assert torch.equal(one[:48], other[:48]) and not torch.allclose(one[48:], other[48:])
+    assert torch.equal(one[:48], other[:48])
+    assert not torch.allclose(one[48:], other[48:])

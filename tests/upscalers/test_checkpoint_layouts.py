@@ -43,15 +43,16 @@ def test_shards_have_the_requested_size_and_need_few_files(tmp_path):
             report = with_memory(base, output, max_shard_size=size, num_new_layers=2, verify=False)
             files, tensors = tensor_files(output), read_tensors(output)
             assert len(files) > (100 if size == "1B" else 1)
-            assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+            assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors", size
             index = json.loads((output / "model.safetensors.index.json").read_text())
-            assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
-            assert index["weight_map"].keys() == tensors.keys()
-            assert report.bytes.written == sum(path.stat().st_size for path in files)
-            assert same_tensors(output, single)
+            assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values()), size
+            assert index["weight_map"].keys() == tensors.keys(), size
+            assert report.bytes.written == sum(path.stat().st_size for path in files), size
+            assert same_tensors(output, single), size
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
-    assert len(tensor_files(base)) > 100 and torch.equal(logits(base), logits(single))
+    assert len(tensor_files(base)) > 100
+    assert torch.equal(logits(base), logits(single))
 
 
 def test_single_file_precedes_an_index_and_links_are_read(tmp_path):
@@ -62,7 +63,8 @@ def test_single_file_precedes_an_index_and_links_are_read(tmp_path):
     for path in base.iterdir():
         (linked / path.name).symlink_to(path)
     out = unverified(linked, tmp_path / "out")
-    assert not any(path.is_symlink() for path in out.iterdir()) and torch.equal(logits(base), logits(out))
+    assert not any(path.is_symlink() for path in out.iterdir())
+    assert torch.equal(logits(base), logits(out))
 
 
 def store_the_head(base: Path, difference: float | None) -> dict[str, torch.Tensor]:
@@ -93,10 +95,12 @@ def test_stored_tied_head_counts_once(tmp_path, base_of, method, difference):
     expected, head = logits(base), store_the_head(base, difference)["lm_head.weight"]
     assert torch.equal(logits(base), expected) == (difference != 1)
     report = with_memory(base, out, method=method, options=SMALL_MEMORY if method == "midus-hml" else {})
-    assert report.identity.max_abs_diff == 0 and torch.equal(logits(out), logits(base))
+    assert report.identity.max_abs_diff == 0
+    assert torch.equal(logits(out), logits(base))
     made, model = read_tensors(out), load(out)
     total = sum(tensor.numel() for tensor in model.parameters())
-    assert torch.equal(made["lm_head.weight"], head) and torch.equal(model.lm_head.weight, head)
+    assert torch.equal(made["lm_head.weight"], head)
+    assert torch.equal(model.lm_head.weight, head)
     assert any("embed_tokens" in name for name in made) == (difference is not None)
     assert report.parameters.base == sum(tensor.numel() for tensor in load(base).parameters())
     assert report.parameters.total == inspect_checkpoint(out)["parameters"]["total"] == total
@@ -132,7 +136,8 @@ def test_mixed_dtypes_are_kept(tmp_path):
     new, block = read_tensors(tmp_path / "out"), "model.layers.5"
     assert same_bits(new["model.layers.4.input_layernorm.weight"], mixed["model.layers.3.input_layernorm.weight"])
     kept = {"lm_head.weight": torch.float16, f"{block}.input_layernorm.weight": torch.float32}
-    assert {name: new[name].dtype for name in kept} == kept and new[f"{block}.memory.row_keys"].dtype == torch.bfloat16
+    assert {name: new[name].dtype for name in kept} == kept
+    assert new[f"{block}.memory.row_keys"].dtype == torch.bfloat16
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(logits(base, dtype), logits(tmp_path / "out", dtype))
 
@@ -142,7 +147,8 @@ def test_seed_and_layer_change_only_memories(base, tmp_path):
     changed = {name for name in first if not torch.equal(first[name], other[name])}
     assert changed == {n for n in first if ".memory." in n and not n.endswith("value_bank")}
     pairs = [(name, name.replace("layers.1.", "layers.4.")) for name in changed if "layers.1." in name]
-    assert pairs and not any(torch.equal(first[name], first[other]) for name, other in pairs)
+    assert pairs
+    assert not any(torch.equal(first[name], first[other]) for name, other in pairs)
     assert not any(tensor.any() for name, tensor in first.items() if name.endswith("value_bank"))
 
 
@@ -197,8 +203,9 @@ def test_blocks_of_embeddings_follow_their_layers(method, gemma4, tmp_path):
     old, new = read_tensors(gemma4), read_tensors(made)
     for name, dim in ((EMBEDDING, 1), (PROJECTION, 0)):
         before, after = old[name].chunk(9, dim), new[name].chunk(len(sources), dim)
-        assert all(same_bits(after[index], before[source]) for index, source in enumerate(sources))
-    assert config_of(made)["num_kv_shared_layers"] == 4 and strip(made, stripped)["base_confirmed"]
+        assert all(same_bits(after[index], before[source]) for index, source in enumerate(sources)), dim
+    assert config_of(made)["num_kv_shared_layers"] == 4
+    assert strip(made, stripped)["base_confirmed"]
     assert (stripped / "model.safetensors").read_bytes() == (gemma4 / "model.safetensors").read_bytes()
 
 
@@ -206,7 +213,8 @@ def test_llama_pro_equals_the_base_with_layer_scalars(gemma4, tmp_path):
     upscale(base=gemma4, method="llama-pro", output=tmp_path / "made")
     expected, model, tokens = load(gemma4), load(tmp_path / "made"), long_prompt()
     new = model.model.layers[2]
-    assert new.layer_scalar.item() == 1 and not new.post_per_layer_input_norm.weight.any()
+    assert new.layer_scalar.item() == 1
+    assert not new.post_per_layer_input_norm.weight.any()
     assert torch.equal(model(tokens).logits, expected(tokens).logits)
     mask = torch.ones_like(tokens)
     mask[0, :5] = 0
@@ -296,7 +304,8 @@ MOVED = {
 def test_unknown_layer_tensors_move_with_a_warning(method, with_experts, tmp_path, command):
     outcome = command("--base", with_experts, "--method", method, "--output", tmp_path / "out", "--no-verify")
     message = "upscale: warning: the base holds 17 tensors that its architecture does not have; they are copied."
-    assert outcome.status == 0 and outcome.err.startswith(message)
+    assert outcome.status == 0
+    assert outcome.err.startswith(message)
     old, new = read_tensors(with_experts), read_tensors(tmp_path / "out")
     moved = {expert(layer, n): expert(source, n) for layer, source in MOVED[method].items() for n in range(4)}
     assert {name for name in new if ".experts." in name} == moved.keys()

@@ -76,7 +76,8 @@ def test_config_file_values_are_read_or_refused(command, base, tmp_path, refused
 @pytest.mark.parametrize("words", ["--dry-run", "--seed 5", "--seed 0", "--no-verify", "--num-new-layers 0"])
 def test_options_before_a_subcommand_are_refused(command, words):
     done = command(*words.split(), "strip", "model", "--output", "base")
-    assert done.status == 2 and f"{words.split()[0].replace('no-', '')} is given before 'strip'" in done.err
+    assert done.status == 2
+    assert f"{words.split()[0].replace('no-', '')} is given before 'strip'" in done.err
 
 
 def test_methods_lists_options_paper_and_start(command):
@@ -98,20 +99,23 @@ def test_methods_lists_options_paper_and_start(command):
     lines = [line.split() for line in command("methods").out.splitlines()]
     starts = {line[0]: line[1] for line in lines if line and line[0] in METHODS}
     expected = {"midus-hml": "exact", "packs": "exact*", "solar": "changed", "lesa": "changed*"}
-    assert starts.keys() == METHODS.keys() and expected.items() <= starts.items()
+    assert starts.keys() == METHODS.keys()
+    assert expected.items() <= starts.items()
 
 
 def test_summary_names_what_was_done(command, base, tmp_path):
     usual = ("--method", "midus-hml", *SMALL)
     done = command("--base", base, *usual, "--output", tmp_path / "out")
     words = ("midus_llama", "6, new: 1, 4", "logits: largest difference 0", "trainable", "written")
-    assert (done.status, done.err) == (0, "") and all(word in done.out for word in words)
-    planned = command("--base", base / "config.json", *usual, "--dry-run")
-    assert planned.status == 0 and all(word in planned.out for word in ("(none: dry run)", "would write"))
-    elsewhere = command("--base", base, *usual, "--dry-run", "--output", tmp_path / "a" / "b")
-    assert elsewhere.status == 0 and not (tmp_path / "a").exists()
+    assert (done.status, done.err) == (0, "")
+    assert all(word in done.out for word in words)
+    planned = command("--base", base / "config.json", *usual, "--dry-run").succeeded()
+    assert all(word in planned.out for word in ("(none: dry run)", "would write"))
+    command("--base", base, *usual, "--dry-run", "--output", tmp_path / "a" / "b").succeeded()
+    assert not (tmp_path / "a").exists()
     inside = command("--base", base, *usual, "--dry-run", "--output", base)
-    assert inside.status == 2 and "is inside the base" in inside.err
+    assert inside.status == 2
+    assert "is inside the base" in inside.err
     bracketed = save_base(tmp_path / "x[/red]")
     shown = command("--base", bracketed, "--method", "llama-pro", "--output", tmp_path / "a[b]c", "--no-verify")
     assert all(name in "".join(shown.out.split()) for name in ("x[/red]", "a[b]c"))  # long paths are folded
@@ -134,7 +138,8 @@ def test_corpus_option_needs_a_method_that_reads_one(command, base, tmp_path, mo
         ([], "--method is missing"),
     ):
         refused = command("--base", base, *words, "--corpus", rows)
-        assert (refused.status, refused.err.count("\n")) == (2, 1) and said in refused.err
+        assert (refused.status, refused.err.count("\n")) == (2, 1), said
+        assert said in refused.err
 
 
 def test_config_file_names_a_corpus(command, base, tmp_path, monkeypatch):
@@ -157,7 +162,7 @@ def test_config_file_names_a_corpus(command, base, tmp_path, monkeypatch):
     ):
         config.write_text(text)
         refused = command("--base", base, "--config", config)
-        assert refused.status == 2
+        assert refused.status == 2, text
         assert said in refused.err
 
 
@@ -184,7 +189,8 @@ def test_json_report_has_the_promised_keys(command, tmp_path):
     report = result.json()
     assert (result.status, result.err, report["method"], report["model_type"]) == (0, "", "midus-hml", "midus_llama")
     promised = "method base output model_type num_layers new_layer_indices parameters bytes identity seconds"
-    assert list(report) == [*promised.split(), "peak_rss_bytes", "training"] and report["output"] is None
+    assert list(report) == [*promised.split(), "peak_rss_bytes", "training"]
+    assert report["output"] is None
     assert list(report["training"]) == ["tokens", *(field.name for field in fields(TrainingCost))]
     assert list(report["parameters"]) == ["base", "new", "total", "trainable"]
     assert report["bytes"] == {"read": 0, "written": 2 * report["parameters"]["total"]}
@@ -227,7 +233,8 @@ def test_parameter_counts_are_the_published_ones(method, name, options, new, new
     counts = report.parameters
     assert (counts.base, counts.new, counts.total) == (base, new, base + new)
     assert counts.trainable == (base + new if method in ("solar", "stack") else new + (counts.bank or 0))
-    assert new_printed in (None, round(new / 1e9, 2)) and total_printed in (None, round((base + new) / 1e9, 2))
+    assert new_printed in (None, round(new / 1e9, 2))
+    assert total_printed in (None, round((base + new) / 1e9, 2))
     assert (counts.fetched, counts.bank) == ((102_236_160, 14_092_861_440) if method == "hier-ffn" else (None, None))
     has_buffers = method in ("midus-pkm", "midus-linear")  # the statistics of batch norms
     assert (report.bytes.written == 2 * counts.total) is not has_buffers, "bfloat16"
@@ -270,7 +277,8 @@ def test_dry_run_without_torch_plans_the_same(tmp_path, monkeypatch):
     layout._backbone.cache_clear()
     for case, (status, said) in zip(requests, results, strict=True):
         read, planned = upscale(**requests[case]).to_dict(), json.loads(said[said.index("{") :])
-        assert status == 0 and planned.keys() == read.keys(), case
+        assert status == 0, case
+        assert planned.keys() == read.keys(), case
         for key in read.keys() - {"seconds", "peak_rss_bytes"}:
             assert planned[key] == read[key], (case, key)
     layout._backbone.cache_clear()
@@ -296,7 +304,8 @@ def test_methods_inspect_and_refusals_need_no_torch(base, tmp_path):
     }  # fmt: skip
     results = without_torch([words for _, words in requests.values()])
     for (message, (expected, _)), (status, said) in zip(requests.items(), results, strict=True):
-        assert message in said and status == expected, said
+        assert message in said, said
+        assert status == expected, said
 
 
 STARTED_BY_A_LARGE_PROCESS = """

@@ -64,7 +64,8 @@ def test_tokens_of_like_text_have_one_number(spoken_base, tmp_path):
     upscale(base=spoken_base, method="engram", output=tmp_path / "out", options={"rows": 199}, dtype="bfloat16")
     tensors = read_tensors(tmp_path / "out")
     numbers = tensors["model.memory_tables.ngram.0.token_numbers"]
-    assert numbers.dtype == torch.int64 and numbers.tolist() == [0, 1, 1, 1, 4, 4, 6, 7, 7, 7, *range(10, 128)]
+    assert numbers.dtype == torch.int64
+    assert numbers.tolist() == [0, 1, 1, 1, 4, 4, 6, 7, 7, 7, *range(10, 128)]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(model.model.memory_tables["ngram"]["0"].token_numbers, numbers)
     # The second layer and the middle one have it.
@@ -141,7 +142,8 @@ def test_cut_and_shared_names_are_listed(spoken_base, command, tmp_path, case):
     words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
     request = ("--base", spoken_base, "--method", "engram", *words, "--dry-run")
     told = command(*request).err.splitlines()
-    assert told[0].endswith("ends of names have rows") and told[1:] == lines
+    assert told[0].endswith("ends of names have rows")
+    assert told[1:] == lines
     told = command(*request, "--set", "rows=1").err.splitlines()
     assert told[1:] == [line for line in lines if "share" not in line]
 
@@ -251,7 +253,7 @@ def test_spellings_are_apart_without_compression(spoken_base, base, tmp_path):
     (tmp_path / "config.json").write_bytes((spoken_base / "config.json").read_bytes())
     request = {"method": "engram", "dry_run": True, "options": {"rows": 199, "width": 8}}
     expected, known = (upscale(base=each, **request) for each in (spoken_base, tmp_path))
-    assert known.bytes.written == expected.bytes.written and known.parameters == expected.parameters
+    assert (known.bytes.written, known.parameters) == (expected.bytes.written, expected.parameters)
     assert not [name for name in made(spoken_base, tmp_path, compress=False) if "token_numbers" in name]
     upscale(base=base, method="engram", output=tmp_path / "other", options={"rows": 199})
     assert "no tokenizer: tokens are numbered by their ids" in (tmp_path / "other" / "README.md").read_text()

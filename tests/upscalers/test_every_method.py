@@ -50,7 +50,8 @@ def make(tmp_path_factory):
         base = save_base(folder / "base", family, DTYPES[number % 3], **shards)
         before = file_digests(base)
         report = upscale(base=base, output=folder / "out", max_shard_size="40KB", verify=True, **KINDS[kind])
-        assert file_digests(base) == before and sorted(path.name for path in folder.iterdir()) == ["base", "out"]
+        assert file_digests(base) == before
+        assert sorted(path.name for path in folder.iterdir()) == ["base", "out"]
         return Made(kind, base, folder / "out", report)
 
     return made
@@ -94,14 +95,16 @@ def computed(folder: Path, dtype: torch.dtype | str = "auto") -> torch.Tensor:
 @of_all
 def test_new_model_equals_its_base_if_promised(made):
     report, identical = made.report, made.kind not in DIFFERING
-    assert report.promises_identity is identical and report.identity.checked == "logits"
+    assert report.promises_identity is identical
+    assert report.identity.checked == "logits"
     assert (report.identity.max_abs_diff == 0.0) == (report.kl_divergence == 0.0) == identical
     assert torch.equal(computed(made.output), logits(made.base)) == identical
     card = (made.output / "README.md").read_text()
     assert (EXACT in card, OTHERWISE in card) == (identical, not identical)
     if identical and made.kind in PLAIN:
         (dtype, text), (base_dtype, base_text) = generated(made.output), generated(made.base)
-        assert dtype == base_dtype and torch.equal(text, base_text)
+        assert dtype == base_dtype
+        assert torch.equal(text, base_text)
 
 
 @of_each_method
@@ -121,33 +124,47 @@ def test_dry_run_reports_what_the_run_reports(made, tmp_path):
 
 
 @of_each_method
-def test_config_record_and_inspect_agree(made):
-    report, entry, inspected = made.report, made.config["upscale"], inspect_checkpoint(made.output)
-    record, options = record_of(made.output), KINDS[made.kind].get("options", {})
-    assert record.items() >= entry.items() and record["parameters"] == asdict(report.parameters)
+def test_config_and_record_agree_with_the_report(made):
+    report, entry = made.report, made.config["upscale"]
+    record = record_of(made.output)
+    assert record.items() >= entry.items()
+    assert record["parameters"] == asdict(report.parameters)
     assert (entry["method"], entry["new_layers"]) == (report.method, report.new_layer_indices)
     assert entry["base_sha256"] == content_digest(read_tensors(made.base))
     assert entry["base_config"] == config_of(made.base)
     assert len(entry["plan"]) == made.config["num_hidden_layers"] == report.num_layers
-    if made.kind in REQUESTS:  # a dense method makes a model of the base's own class, without code
-        follows = ("num_hidden_layers", "layer_types", "upscale")
-        own, before = ({**config, **dict.fromkeys(follows)} for config in (made.config, entry["base_config"]))
-        assert own == before and entry["trainable"] == ("all" if made.kind in ("solar", "stack") else "new")
-        assert not list(made.output.glob("*.py"))
-        assert "trust_remote_code" not in (made.output / "README.md").read_text()
+
+
+@of_each_method
+def test_inspect_agrees_with_the_report(made):
+    report, inspected = made.report, inspect_checkpoint(made.output)
     assert {key: inspected["parameters"][key] for key in ("total", "new")}.items() <= asdict(report.parameters).items()
     assert [row["index"] for row in inspected["layers"] if row["new"]] == report.new_layer_indices
     assert (inspected["method"], inspected["base"]) == (report.method, made.base.name)
-    assert inspected["options"].items() >= options.items()
-    if "memory" in made.config:
-        (memory,) = made.config["memory"]
-        named = {"name"} if memory["site"] != "inserted" else set()
-        known = {"type", "site", "layers", *entry["options"]} | named
-        # Options of only one site, and of what engram is made from.
-        made_from = {"span", "corpus", "compress", "min_documents", "names"}
-        assert known - made_from <= memory.keys() <= known and inspected["memory"] == [memory]
-        assert all(memory.get(key, value) == value for key, value in entry["options"].items() if key != "layers")
-        assert entry.get("new_memories", []) == [memory[key] for key in named]
+    assert inspected["options"].items() >= KINDS[made.kind]["options"].items()
+    assert inspected["memory"] == made.config.get("memory", [])
+
+
+@each_of(REQUESTS)
+def test_dense_model_is_of_its_base_class_without_code(made):
+    entry = made.config["upscale"]
+    follows = dict.fromkeys(("num_hidden_layers", "layer_types", "upscale"))
+    assert {**made.config, **follows} == {**entry["base_config"], **follows}
+    assert entry["trainable"] == ("all" if made.kind in ("solar", "stack") else "new")
+    assert not list(made.output.glob("*.py"))
+    assert "trust_remote_code" not in (made.output / "README.md").read_text()
+
+
+@each_of(kind for kind in PLAIN if kind not in REQUESTS)
+def test_config_has_one_entry_with_the_memory_options(made):
+    entry, (memory,) = made.config["upscale"], made.config["memory"]
+    named = {"name"} if memory["site"] != "inserted" else set()
+    known = {"type", "site", "layers", *entry["options"]} | named
+    # Options of only one site, and of what engram is made from.
+    made_from = {"span", "corpus", "compress", "min_documents", "names"}
+    assert known - made_from <= memory.keys() <= known
+    assert all(memory.get(key, value) == value for key, value in entry["options"].items() if key != "layers")
+    assert entry.get("new_memories", []) == [memory[key] for key in named]
 
 
 @of_each_method
@@ -180,13 +197,11 @@ def test_trained_model_reloads_and_strips_by_its_config(made, tmp_path):
 @of_each_method
 def test_card_command_reproduces_the_model(made, command, tmp_path):
     usual = ("--base", made.base, "--max-shard-size", "40KB")
-    done = command(*usual, *arguments_of(made.kind), "--output", tmp_path / "out", "--verify", "--json")
-    assert done.status == 0, done.err
+    done = command(*usual, *arguments_of(made.kind), "--output", tmp_path / "out", "--verify", "--json").succeeded()
     assert done.json()["parameters"] == made.report.to_dict()["parameters"]
     assert file_digests(tmp_path / "out", RECORD) == file_digests(made.output, RECORD)
     (tmp_path / "recipe.yaml").write_text(recipe_of(made.output))
-    again = command(*usual, "--config", tmp_path / "recipe.yaml", "--output", tmp_path / "again", "--no-verify")
-    assert again.status == 0, again.err
+    command(*usual, "--config", tmp_path / "recipe.yaml", "--output", tmp_path / "again", "--no-verify").succeeded()
     others = (*RECORD, "README.md")
     assert file_digests(tmp_path / "again", others) == file_digests(made.output, others)
     if made.report.measurements == []:  # others are timed
@@ -220,11 +235,13 @@ def test_second_method_keeps_what_the_first_trained(first, second, make, tmp_pat
     for name in ("twice", "acting"):
         stripped = tmp_path / f"{name} stripped"
         assert strip(tmp_path / name, stripped)["base_confirmed"] is True
-        assert same_tensors(stripped, once) and file_digests(stripped / BANKS_FOLDER) == banks
-        assert (stripped / "config.json").read_bytes() == (once / "config.json").read_bytes()
+        assert same_tensors(stripped, once), name
+        assert file_digests(stripped / BANKS_FOLDER) == banks, name
+        assert (stripped / "config.json").read_bytes() == (once / "config.json").read_bytes(), name
     assert torch.equal(computed(tmp_path / "twice stripped"), expected)
     assert strip(tmp_path / "twice stripped", tmp_path / "bare")["base_confirmed"] is True
-    assert same_tensors(tmp_path / "bare", made.base) and not (tmp_path / "bare" / BANKS_FOLDER).exists()
+    assert same_tensors(tmp_path / "bare", made.base)
+    assert not (tmp_path / "bare" / BANKS_FOLDER).exists()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in (*PLAIN, "moda, reused") if kind not in REQUESTS])

@@ -47,8 +47,8 @@ def base(tmp_path):
 def test_base_is_downloaded_and_result_uploaded(base, hub, command, tmp_path):
     hub.repositories["org/base"] = Repository(files_of(base))
     words = ("--max-shard-size", "60KB", "--push-to-hub", "me/upscaled", "--json")
-    done = command("--base", "org/base", *REQUEST[:-1], *words)
-    assert done.status == 0 and done.json()["base"] == "org/base", done.err
+    done = command("--base", "org/base", *REQUEST[:-1], *words).succeeded()
+    assert done.json()["base"] == "org/base"
     assert hub.downloaded("org/base") == files_of(base).keys() - {"pytorch_model.bin"}
     assert hub.repositories["me/upscaled"].files == files_of(tmp_path / "out")
     assert hub.repositories["me/upscaled"].commits == 1
@@ -105,7 +105,8 @@ def test_packs_are_uploaded_with_their_glossary(base, hub, tmp_path):
     model.glossary.add("word6", "word9")
     tokens = torch.tensor([[5, 6, 50]])
     for _, loaded in pushed(model, tmp_path):
-        assert [*loaded.glossary] == [*model.glossary] and len(loaded.glossary) == 2
+        assert [*loaded.glossary] == [*model.glossary]
+        assert len(loaded.glossary) == 2
         with torch.no_grad():
             assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
@@ -163,7 +164,8 @@ def test_refused_upload_asks_the_hub_only_what_is_needed(base, hub, command, ref
     assert hub.requests == [("GET", "/api/whoami-v2")]
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     refused(command(*DOWNLOADED, "--push-to-hub", "me/x"), MAY_NOT, None)
-    assert hub.downloaded("org/base") == {"config.json"} and hub.repositories.keys() == {"org/base"}
+    assert hub.downloaded("org/base") == {"config.json"}
+    assert hub.repositories.keys() == {"org/base"}
 
 
 def test_private_upload_needs_a_private_repository(base, hub, command, tmp_path, refused):
@@ -171,9 +173,11 @@ def test_private_upload_needs_a_private_repository(base, hub, command, tmp_path,
     words = ("--base", base, *REQUEST, "--overwrite", "--push-to-hub")
     refused(command(*words, "me/public", "--private"), "'me/public', which exists and is public; expected a new", None)
     for name in ("mine", "me/mine"):  # made, and found again
-        assert command(*words, name, "--private").status == 0 and hub.repositories["me/mine"].private
-        assert hub.repositories["me/mine"].files == files_of(tmp_path / "out")
-    assert command(*words, "open").status == 0 and not hub.repositories["me/open"].private
+        assert command(*words, name, "--private").status == 0
+        assert hub.repositories["me/mine"].private, name
+        assert hub.repositories["me/mine"].files == files_of(tmp_path / "out"), name
+    assert command(*words, "open").status == 0
+    assert not hub.repositories["me/open"].private
     assert 'from_pretrained("me/open", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -184,13 +188,16 @@ def test_failed_upload_keeps_checkpoint_and_report(base, hub, command, tmp_path,
     assert hub.repositories["me/x"].commits == 0
     assert (done.status, done.json()["output"], done.json()["num_layers"]) == (1, "out", 6)
     said, _, remedy = done.err.splitlines()[-1].partition("; out is complete. Upload it with: hf ")
-    assert "upscale: the upload to me/x failed (" in said and remedy == "upload me/x out --private"
-    assert "Traceback" not in done.err and torch.equal(logits(base), logits(tmp_path / "out"))
+    assert "upscale: the upload to me/x failed (" in said
+    assert remedy == "upload me/x out --private"
+    assert "Traceback" not in done.err
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
     hub.faults = []
     monkeypatch.setattr(sys, "argv", ["hf", *remedy.split()])
     with contextlib.suppress(SystemExit):
         hf.main()
-    assert hub.repositories["me/x"].private and hub.repositories["me/x"].files == files_of(tmp_path / "out")
+    assert hub.repositories["me/x"].private
+    assert hub.repositories["me/x"].files == files_of(tmp_path / "out")
     monkeypatch.setattr(run, "push_folder", Mock(side_effect=KeyboardInterrupt))
     done = command("--base", base, *REQUEST, "--overwrite", "--push-to-hub", "me/x", "--json")
     assert (done.status, done.json()["output"]) == (130, "out")
@@ -255,14 +262,16 @@ def test_one_copy_is_downloaded_index_first(hub, command, tmp_path):
         (folder / name).write_text(f"contents of {name}")
     hub.repositories["org/base"] = Repository(files_of(folder))
     shards, done = set(json.loads((folder / index).read_text())["weight_map"].values()), command(*DOWNLOADED)
-    assert done.status == 0 and len(shards) > 1, done.err
+    assert done.status == 0, done.err
+    assert len(shards) > 1
     model = {"config.json", "generation_config.json", index, "README.md", *OF_THE_MODEL}
     assert hub.downloaded("org/base") == model | shards
     requests = [request.file[1] for request in hub.log if request.method == "GET" and request.file is not None]
     places = [requests.index(name) for name in ("config.json", index)]
     assert places[0] < places[1] < min(requests.index(shard) for shard in shards)
     made = files_of(tmp_path / "out").keys()
-    assert set(OF_THE_MODEL) <= made and not set(SECOND_COPIES) & made
+    assert set(OF_THE_MODEL) <= made
+    assert not set(SECOND_COPIES) & made
     # Of a single file and shards it is the one that transformers loads.
     single = {"model.safetensors": (save_base(tmp_path / "one", "mistral") / "model.safetensors").read_bytes()}
     hub.repositories["org/both"] = Repository({**files_of(folder), **single})
@@ -276,7 +285,8 @@ def test_repository_without_safetensors_is_refused(hub, bases, command):
     hub.repositories["org/base"] = Repository(files)
     done = command(*DOWNLOADED)
     message = "'org/base' holds consolidated.safetensors; expected model.safetensors or an index of shards"
-    assert done.status == 2 and message in done.err.splitlines()[-1]  # after bars of the download
+    assert done.status == 2
+    assert message in done.err.splitlines()[-1]  # after bars of the download
 
 
 def test_cached_base_needs_no_hub(hub, bases, command, tmp_path, monkeypatch):
@@ -301,7 +311,8 @@ def test_main_branch_is_pinned(two_revisions, bases, command, tmp_path, monkeypa
 
     two_revisions.tags.clear()
     monkeypatch.setattr(run, "resolve_source", after_a_push)
-    assert command(*DOWNLOADED).status == 0 and base_tensors(tmp_path / "out") == base_tensors(bases[1])
+    assert command(*DOWNLOADED).status == 0
+    assert base_tensors(tmp_path / "out") == base_tensors(bases[1])
     assert record_of(tmp_path / "out")["base"]["revision"] == first
     assert f"base: org/base@{first}" in (tmp_path / "out" / "README.md").read_text()
 

@@ -77,7 +77,8 @@ def test_composite_starts_as_the_base_and_strips(cells, model_type, method, tmp_
     assert torch.equal(upscaled.generate(**inputs), base.generate(**inputs))
     assert upscaled.config.model_type.removeprefix("midus_") == model_type
     result = strip(output, tmp_path / "stripped")
-    assert result["base_confirmed"] is True and result["model_type"] == model_type
+    assert result["base_confirmed"] is True
+    assert result["model_type"] == model_type
     assert file_digests(tmp_path / "stripped").items() >= file_digests(folder).items()
 
 
@@ -125,7 +126,8 @@ def test_composite_loads_without_the_package(cells, tmp_path):
     torch.save(dict(picture_with_text("gemma3")), tmp_path / "inputs.pt")
     torch.save(logits(model, "gemma3"), tmp_path / "logits.pt")
     own_code, difference = run_python(WITHOUT_THE_PACKAGE, tmp_path, package_present=False).split()
-    assert own_code == "True" and float(difference) < 1e-5
+    assert own_code == "True"
+    assert float(difference) < 1e-5
 
 
 def test_upscaled_composite_is_upscaled_again(cells, tmp_path):
@@ -143,7 +145,8 @@ def test_language_model_is_extracted(cells, model_type, tmp_path):
     for folder in cells(model_type, "moc"):
         result = extract(folder, tmp_path / folder.name)
         alone = AutoModelForCausalLM.from_pretrained(tmp_path / folder.name, dtype=torch.float32).eval()
-        assert type(alone).__name__.endswith("ForCausalLM") and result["left_out"] > 0
+        assert type(alone).__name__.endswith("ForCausalLM")
+        assert result["left_out"] > 0
         ids = torch.arange(3, 15)[None]
         with torch.no_grad():
             assert torch.equal(alone(ids).logits, loaded(folder)(input_ids=ids).logits)
@@ -197,8 +200,10 @@ def test_composite_without_classes_takes_dense_methods(tmp_path, monkeypatch):
 
 def test_training_on_text_leaves_the_tower(cells):
     model, missing = load_model(str(cells("gemma3", "moc")[1]), dtype="float32")
-    assert not missing and set_trainable(model).parameters
+    assert not missing
+    assert set_trainable(model).parameters
     ids = torch.arange(3, 15)[None]
     model.train()(input_ids=ids, labels=ids).loss.backward()
     learning = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert learning and not any("vis" in name or "projector" in name for name in learning)
+    assert learning
+    assert not any("vis" in name or "projector" in name for name in learning)

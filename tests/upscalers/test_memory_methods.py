@@ -60,7 +60,8 @@ def test_tables_of_zeros_are_holes(base, tmp_path):
     options = {"n": 256, "k": 2, "value_width": 24, "pre_value_width": 0, "layers": 2}
     upscale(base=base, method="ultramem-v2", output=tmp_path / "out", options=options, verify=False)
     file = (tmp_path / "out" / "model.safetensors").stat()
-    assert file.st_size > 12e6 and file.st_blocks * 512 < 2e6
+    assert file.st_size > 12e6
+    assert file.st_blocks * 512 < 2e6
     tensors = read_tensors(tmp_path / "out")
     assert not any(value.any() for name, value in tensors.items() if name.endswith("value_table"))
 
@@ -79,8 +80,8 @@ def test_block_copies_needed_attention_of_the_next_layer(family, tmp_path, kind)
     }
     for index, donor in ((1, 1), (5, 3)):
         copied, source = copied_by_block(new, index), layer(old, donor)
-        assert {name: name in copied for name in wanted} == wanted
-        assert all(torch.equal(tensor, source[name]) for name, tensor in copied.items())
+        assert {name: name in copied for name in wanted} == wanted, index
+        assert all(torch.equal(tensor, source[name]) for name, tensor in copied.items()), index
 
 
 def copied_by_block(tensors, index):
@@ -103,9 +104,11 @@ def test_block_next_to_a_block_copies_its_attention(shared_base, tmp_path):
     old, new = read_tensors(once), read_tensors(unverified(once, tmp_path / "twice", placement="0,7"))
     for index, donor in ((0, 0), (7, 5)):
         copied, source = copied_by_block(new, index), layer(old, donor)
-        assert copied and not any("o_proj" in name or "mlp" in name for name in copied)
-        assert all(same_bits(tensor, source[name]) for name, tensor in copied.items())
-    assert not new["model.layers.0.memory.value_bank"].any() and new["model.layers.1.memory.value_bank"].any()
+        assert copied, index
+        assert not any("o_proj" in name or "mlp" in name for name in copied), index
+        assert all(same_bits(tensor, source[name]) for name, tensor in copied.items()), index
+    assert not new["model.layers.0.memory.value_bank"].any()
+    assert new["model.layers.1.memory.value_bank"].any()
 
 
 NOT_CAUSAL = "routing is 'sequence', so chapters are chosen by all tokens of a text, later ones included"
@@ -116,13 +119,12 @@ def test_non_causal_model_is_reported_everywhere(command, base, tmp_path):
     def upscaled(output, routing: str) -> str:
         options = {**SMALL_CHAPTERS, "layers": [1], "routing": routing}
         words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
-        done = command("--base", base, "--method", "moc", "--output", output, "--no-verify", *words)
-        assert done.status == 0, done.err
+        done = command("--base", base, "--method", "moc", "--output", output, "--no-verify", *words).succeeded()
         return done.err
 
     out = tmp_path / "out"
-    planned = command("--base", base, "--method", "moc", "--dry-run", "--set", "preset=paper")
-    assert planned.status == 0 and f"upscale: warning: {NOT_CAUSAL}" in planned.err
+    planned = command("--base", base, "--method", "moc", "--dry-run", "--set", "preset=paper").succeeded()
+    assert f"upscale: warning: {NOT_CAUSAL}" in planned.err
     assert f"upscale: warning: {NOT_CAUSAL}" in upscaled(out, "sequence")
     assert f"{HEADING}\n\n- {NOT_CAUSAL}" in (out / "README.md").read_text()
     load(out).save_pretrained(tmp_path / "saved")
@@ -136,9 +138,11 @@ def test_non_causal_model_is_reported_everywhere(command, base, tmp_path):
     assert "took out memory chapters" in " ".join(command("inspect", tmp_path / "stripped").out.split())
     for routing in ("chunk", "token"):
         out = tmp_path / routing
-        assert "causal" not in upscaled(out, routing) and HEADING not in (out / "README.md").read_text()
-        assert "causal" not in config_of(out)["upscale"] and command("inspect", out, "--json").json()["causal"] is True
-        assert "depends on later tokens" not in command("inspect", out).out
+        assert "causal" not in upscaled(out, routing)
+        assert HEADING not in (out / "README.md").read_text(), routing
+        assert "causal" not in config_of(out)["upscale"], routing
+        assert command("inspect", out, "--json").json()["causal"] is True, routing
+        assert "depends on later tokens" not in command("inspect", out).out, routing
 
 
 FETCHED = {"hier-ffn": 96, "hier-lora-qk": 112, "hier-lora-vo": 112, "hier-lora-ffn": 240, "hier-kv": 32}
@@ -148,10 +152,12 @@ FETCHED = {"hier-ffn": 96, "hier-lora-qk": 112, "hier-lora-vo": 112, "hier-lora-
 def test_empty_bank_is_outside_the_checkpoint(kind, tmp_path):
     base, fetched = save_base(tmp_path / "base", dtype=torch.bfloat16), FETCHED[kind]
     counts = with_memory(base, tmp_path / "out", method=kind, options=SMALL_TREE).parameters
-    assert counts.fetched == 4 * 5 * fetched and counts.bank == 4 * (3 * 3 + 2 * 27) * fetched
+    assert (counts.fetched, counts.bank) == (4 * 5 * fetched, 4 * (3 * 3 + 2 * 27) * fetched)
     model = load(tmp_path / "out")
     bank = model.banks.bank(kind)
-    assert same_tensors(tmp_path / "out", base) and bank.written(1) == [] and bank.dtype == torch.bfloat16
+    assert same_tensors(tmp_path / "out", base)
+    assert bank.written(1) == []
+    assert bank.dtype == torch.bfloat16
     with torch.no_grad():
         assert torch.equal(model(prompt(), memory_ids=OTHER_IDS).logits, logits(base))
     paths = {path.name: path for path in (tmp_path / "out" / BANKS_FOLDER / kind).iterdir()}
@@ -175,7 +181,8 @@ def test_seed_and_memory_decide_initial_blocks(base, tmp_path):
     for number, seed in enumerate((0, 0, 7)):
         folder = unverified(base, tmp_path / str(number), method="hier-kv", options=SMALL_TREE, seed=seed)
         blocks.append(load(folder).banks.bank("hier-kv").block(3, 5))
-    assert torch.equal(blocks[0], blocks[1]) and not torch.equal(blocks[0], blocks[2])
+    assert torch.equal(blocks[0], blocks[1])
+    assert not torch.equal(blocks[0], blocks[2])
     twice = unverified(tmp_path / "0", tmp_path / "twice", method="hier-kv", options=SMALL_TREE, dtype="bfloat16")
     first, second = (load(twice).banks.bank(name) for name in ("hier-kv", "hier-kv-2"))
     assert not torch.equal(first.block(3, 5).bfloat16(), second.block(3, 5))
@@ -233,7 +240,6 @@ def test_carried_banks_count_for_disk_space(base, command, tmp_path, monkeypatch
 
 def test_chapter_edit_copies_banks(once, in_process, tmp_path):
     unverified(once, tmp_path / "twice", method="moc", options={})
-    done = in_process(edit.main, "prune", tmp_path / "twice", "--chapters", "1", "--output", tmp_path / "edited")
-    assert done.status == 0, done.err
+    in_process(edit.main, "prune", tmp_path / "twice", "--chapters", "1", "--output", tmp_path / "edited").succeeded()
     assert file_digests(tmp_path / "edited" / BANKS_FOLDER) == file_digests(once / BANKS_FOLDER) != {}
     assert torch.equal(logits(tmp_path / "edited", memory_ids=IDS), logits(once, memory_ids=IDS))

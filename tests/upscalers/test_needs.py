@@ -12,7 +12,7 @@ from midus_hf.config.errors import RequestError
 from tests.upscalers.checkpoints import Recorder, save_base
 from tests.upscalers.contents import same_tensors
 from tests.upscalers.hub_server import Repository, files_of
-from tests.upscalers.methods import KINDS, PLAIN, with_options
+from tests.upscalers.methods import KINDS, PLAIN, kind
 from upscalers.edits.banks import delete, list_banks
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import add_entries
@@ -20,7 +20,7 @@ from upscalers.methods.contract import METHODS
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.upscale import upscale
 
-ENGRAM = with_options("engram", compress=True)
+ENGRAM = kind("engram", compress=True)
 EXACT = {"method": "engram", "options": {"width": 16, "table": "exact", "min_order": 1}}
 # Requests, and whether they have a corpus.
 REQUESTS = {

@@ -47,7 +47,8 @@ def test_failed_commit_restores_the_old_checkpoint(error, tmp_path, monkeypatch)
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(type(error), match=r"No space left|^$"), folder.writing() as partial:
         (partial / "config.json").write_text(text("new"))
-    assert names(tmp_path) == ["out"] and (tmp_path / "out" / "config.json").read_text() == text("old")
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "config.json").read_text() == text("old")
 
 
 def test_output_inside_or_around_the_base_is_refused(tmp_path, monkeypatch):
@@ -96,7 +97,8 @@ def test_leftovers_of_a_killed_run_count_as_space(tmp_path, monkeypatch, base):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 0))
     before = file_digests(base)
     unverified(base, tmp_path / "out")
-    assert names(tmp_path) == ["out"] and file_digests(base) == before
+    assert names(tmp_path) == ["out"]
+    assert file_digests(base) == before
 
 
 def test_second_run_to_a_locked_output_is_refused(tmp_path, base):
@@ -167,7 +169,8 @@ def test_files_that_appear_during_work_are_kept(tmp_path):
 
 
 def check(progress):
-    assert progress.shown == ["start", "finish"] and progress.balanced
+    assert progress.shown == ["start", "finish"]
+    assert progress.balanced
     assert "writing 1 shard" in progress.names[:-1], "the bar of bytes ends before the work does"
 
 

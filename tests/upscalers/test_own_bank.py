@@ -26,7 +26,7 @@ def offset():
 def test_plugin_bank_travels_with_its_checkpoint(tmp_path):
     base = save_base(tmp_path / "base")
     report = upscale(base=base, method="offset", output=tmp_path / "at_first", options={"layers": [1]})
-    assert report.identity.max_abs_diff == 0.0 and report.parameters.bank == 32
+    assert (report.identity.max_abs_diff, report.parameters.bank) == (0.0, 32)
     model = load(tmp_path / "at_first")
     before = model.model.services["offset"].digest()
     model.model.services["offset"].vectors["offset"] += torch.linspace(-1, 1, 32)

@@ -85,7 +85,8 @@ def test_record_has_the_base_and_the_cast(tmp_path):
     assert (record["base"]["name"], record["base"]["revision"], record["base"]["dtype"]) == ("base", None, "BF16")
     assert set(record["base"]["files"]) == {path.name for path in base.glob("*.safetensors")}
     assert sorted(itertools.chain(*record["base"]["files"].values())) == sorted(read_tensors(base))
-    assert config["dtype"] == "float32" and "torch_dtype" not in config
+    assert config["dtype"] == "float32"
+    assert "torch_dtype" not in config
 
 
 def test_card_has_request_layers_counts_and_citation(tmp_path):
@@ -196,9 +197,9 @@ def test_card_names_and_links_a_base_on_the_hub(hub, base, command, tmp_path):
     for licence, further in (("TERMS.md", {}), ("LICENSE", {"LICENSE": b"terms"})):
         card = CARD.replace(LINK, licence).encode()
         hub.repositories["org/base"] = repository = Repository({**files, "README.md": card, **further})
-        assert command("--base", "org/base", *REQUEST, "--overwrite").status == 0
+        assert command("--base", "org/base", *REQUEST, "--overwrite").status == 0, licence
         metadata = ModelCard.load(tmp_path / "out" / "README.md").data
-        assert (metadata.base_model, metadata.base_model_relation) == ("org/base", "finetune")
+        assert (metadata.base_model, metadata.base_model_relation) == ("org/base", "finetune"), licence
         there = f"https://huggingface.co/org/base/blob/{repository.revision}/{licence}"
         assert metadata.license_link == (licence if further else there)
     assert (tmp_path / "out" / "LICENSE").read_text() == "terms"
@@ -233,11 +234,14 @@ def test_changed_code_is_reported(tmp_path, command):
         code.write_text(generated.replace(old, new, 1))
         assert inspect_code(model)["as_generated"] is False
         outcome = command("inspect", model)
-        assert outcome.status == 1 and line in " ".join(outcome.out.split())
+        assert outcome.status == 1
+        assert line in " ".join(outcome.out.split())
         assert f"has code that midus-hf {__version__} does not generate" in outcome.err
     code.unlink()
     outcome = command("inspect", model)
-    assert inspect_code(model) is None and outcome.status == 0 and "carried code" not in outcome.out
+    assert inspect_code(model) is None
+    assert outcome.status == 0
+    assert "carried code" not in outcome.out
 
 
 def own(name: str) -> str:
@@ -284,7 +288,9 @@ def test_code_named_elsewhere_is_told_first(tmp_path, command):
     (model / "custom_generate" / "generate.py").touch()
     outcome = command("inspect", model)
     told = "NOT checked, and run with trust_remote_code=True: config.json names evil.X; custom_generate/generate.py\n"
-    assert outcome.status == 1 and outcome.out.startswith(told) and "read it before" in outcome.err.lower()
+    assert outcome.status == 1
+    assert outcome.out.startswith(told)
+    assert "read it before" in outcome.err.lower()
     listed = command("inspect", model, "--json")
     assert (listed.status, [each["name"] for each in listed.json()["other_code"]]) == (1, ["evil.X", None])
 
@@ -323,7 +329,8 @@ def test_tokenizer_reads_as_before(tmp_path, of_family, tokenizer_class):
 
 def assert_reads_alike(base, other):
     before, after = AutoTokenizer.from_pretrained(base), AutoTokenizer.from_pretrained(other)
-    assert type(after) is type(before) and after(TEXT).input_ids == before(TEXT).input_ids
+    assert type(after) is type(before)
+    assert after(TEXT).input_ids == before(TEXT).input_ids
 
 
 def assert_strips(out, base, folder):
@@ -351,7 +358,8 @@ def test_types_keep_their_tokenizers(types, tmp_path):
             continue
         changed[tokenizer_class, model_type] = bool(record)
         assert_reads_alike(base, out)
-    assert changed[None, "qwen2"] and len(changed) > sum(changed.values()) > 1
+    assert changed[None, "qwen2"]
+    assert len(changed) > sum(changed.values()) > 1
 
 
 # The expression that Mistral published first, which does not part words where capitals begin, and what it makes of digits.
@@ -385,7 +393,8 @@ def test_tokenizer_fixed_by_type_stays_fixed(digits, method, tmp_path, command):
     mended = AutoTokenizer.from_pretrained(base)
     assert mended(CAPITALS).input_ids != Tokenizer.from_file(str(base / "tokenizer.json")).encode(CAPITALS).ids
     line = "the tokenizer is written as transformers loads the base's: by the base's model_type it reads the same files differently."
-    assert done.status == 0 and (line in done.err) is (method == "midus-hml")
+    assert done.status == 0
+    assert (line in done.err) is (method == "midus-hml")
     assert "local_files_only" not in (out / "tokenizer_config.json").read_text()
     trained, stripped, edited = (tmp_path / name for name in ("trained", "stripped", "edited"))
     AutoModelForCausalLM.from_pretrained(out).save_pretrained(trained)  # with the version of today, as a run does
@@ -419,7 +428,8 @@ def test_broken_tokenizer_is_copied_with_a_warning(tmp_path, command):
     save_tokenizer(base, None)  # Gemma's own class, which wants an <unk> that this vocabulary lacks
     done = command("--base", base, *REQUEST[:2], "--output", tmp_path / "out", *REQUEST[4:])
     line = r"warning: the base's tokenizer does not work here \(.*unk.*\); its files are copied unchanged\.\n"
-    assert done.status == 0 and re.search(line, done.err)
+    assert done.status == 0
+    assert re.search(line, done.err)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 
@@ -429,13 +439,14 @@ def test_processors_stay_those_of_the_base(tmp_path, command):
     composite_model("llava").save_pretrained(base)
     save_tokenizer(base, None)
     (base / name).write_text('{"size": {"shortest_edge": 28}}')
-    done = command("--base", base, *REQUEST[:2], "--output", out, *REQUEST[4:])
-    assert done.status == 0 and f"{name} names LlavaProcessor and LlavaImageProcessor, which" in done.err
+    done = command("--base", base, *REQUEST[:2], "--output", out, *REQUEST[4:]).succeeded()
+    assert f"{name} names LlavaProcessor and LlavaImageProcessor, which" in done.err
     made, named = (out / name).read_bytes(), {"processor_class": "LlavaProcessor", "size": {"shortest_edge": 28}}
     assert json.loads(made).items() >= named.items()
     for auto in (AutoImageProcessor, AutoProcessor):
         before, after = auto.from_pretrained(base), auto.from_pretrained(out)
-        assert type(after) is type(before) and type(before).__name__.startswith("Llava")
+        assert type(after) is type(before)
+        assert type(before).__name__.startswith("Llava")
     assert name_processors("llava", out, Progress()) == {}  # what is named stays as it is
     assert (out / name).read_bytes() == made
     assert_strips(out, base, tmp_path)
@@ -464,14 +475,14 @@ def test_tokenizer_code_is_copied_and_never_run(tmp_path, command, monkeypatch):
     (base / "own_letters.py").write_text("LETTERS = {chr(i): i for i in range(128)}\n")
     named = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
     (base / "tokenizer_config.json").write_text(json.dumps(named))
-    done = command("--base", base, *REQUEST[:2], "--output", out, *REQUEST[4:])
-    assert done.status == 0
+    done = command("--base", base, *REQUEST[:2], "--output", out, *REQUEST[4:]).succeeded()
     assert "own_letters.py, tokenization_own.py, code of the base's tokenizer or processor, are copied" in done.err
     assert "the base's tokenizer does not work here (it is custom code, which is never run)" in done.err
     assert_strips(out, base, tmp_path)
     unverified(base, out, overwrite=True)  # nothing in the folder is foreign
     shuffle(out, tmp_path / "edited", seed=1)
-    assert (tmp_path / "edited" / "own_letters.py").is_file() and not ran.exists()
+    assert (tmp_path / "edited" / "own_letters.py").is_file()
+    assert not ran.exists()
     for folder in (base, tmp_path / "edited"):
         assert AutoTokenizer.from_pretrained(folder, trust_remote_code=True)("abc").input_ids == [97, 98, 99]
     assert ran.exists()

@@ -42,8 +42,10 @@ def test_resized_vocabulary_stays_and_is_warned_of(base, tmp_path):
     model.save_pretrained(tmp_path / "resized")
     result = strip(tmp_path / "resized", tmp_path / "stripped", progress=progress)
     resized, differing = progress.warnings
-    assert "the vocabulary was resized from 128 to 140 tokens" in resized and "of another size" in differing
-    assert result["base_confirmed"] is False and config_of(tmp_path / "stripped")["vocab_size"] == 140
+    assert "the vocabulary was resized from 128 to 140 tokens" in resized
+    assert "of another size" in differing
+    assert result["base_confirmed"] is False
+    assert config_of(tmp_path / "stripped")["vocab_size"] == 140
     tokens, result = torch.tensor([[5, 139, 6, 130, 7]]), load(tmp_path / "stripped")
     with torch.no_grad():
         assert torch.equal(result(tokens).logits, model.eval()(tokens).logits)  # new layers do nothing yet
@@ -55,7 +57,8 @@ def test_resized_base_is_upscaled_like_any_other(base, tmp_path):
     model.resize_token_embeddings(140)
     model.save_pretrained(tmp_path / "resized")
     report = upscale(base=tmp_path / "resized", method="midus-hml", output=tmp_path / "out", options=SMALL_MEMORY)
-    assert report.identity.max_abs_diff == 0 and config_of(tmp_path / "out")["vocab_size"] == 140
+    assert report.identity.max_abs_diff == 0
+    assert config_of(tmp_path / "out")["vocab_size"] == 140
     assert strip(tmp_path / "out", tmp_path / "stripped")["base_confirmed"]
     assert file_digests(tmp_path / "stripped", ("upscale.json",)) == file_digests(tmp_path / "resized")
 
@@ -66,7 +69,8 @@ def test_cast_tensors_stay_cast_and_are_warned_of(base, tmp_path):
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "stripped").values()} == {torch.bfloat16}
     cast, differing = progress.warnings
     assert cast.startswith("the base was float32, and its tensors are bfloat16 since it was upscaled")
-    assert differing.startswith("39 of 39 tensors are not the base's") and "use the base's" in differing
+    assert differing.startswith("39 of 39 tensors are not the base's")
+    assert "use the base's" in differing
     assert config_of(tmp_path / "stripped")["dtype"] == "bfloat16"
 
 
@@ -84,7 +88,8 @@ def test_tampered_record_decides_nothing(base, tmp_path):
         told = [base.name] if content in tampered else [None, "unknown: upscale.json is gone"]
         assert inspect_checkpoint(model)["base"] in told
         strip(model, output, overwrite=True)
-        assert [path.name for path in tensor_files(output)] == ["model.safetensors"] and same_tensors(output, base)
+        assert [path.name for path in tensor_files(output)] == ["model.safetensors"]
+        assert same_tensors(output, base)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     (model / "upscale.json").write_text("{")
     with pytest.raises(ValueError, match=r"upscale.json is not JSON .* Delete it"):
@@ -174,19 +179,19 @@ def test_digest_is_independent_of_files(tmp_path):
     write_tensors(short, {**tensors, **extra, "lm_head.weight": tensors["embed_tokens.weight"].clone()})
     for name in ("base", "sharded", "short"):
         model = unverified(tmp_path / name, tmp_path / f"of-{name}")
-        assert config_of(model)["upscale"]["base_sha256"] == digest
+        assert config_of(model)["upscale"]["base_sha256"] == digest, name
         assert stripped(saved_again(model, tmp_path / f"saved-{name}"), tmp_path / f"stripped-{name}") == (True, 0)
 
 
 def test_strip_command_reports_the_comparison(command, base, tmp_path):
     def run(model, *words):
-        done = command("strip", model, "--output", tmp_path / "stripped", "--overwrite", *words)
-        assert done.status == 0, done.err
+        done = command("strip", model, "--output", tmp_path / "stripped", "--overwrite", *words).succeeded()
         return " ".join(done.out.split()), done.err, done
 
     model = unverified(base, tmp_path / "out")
     out, err, _ = run(model)
-    assert "Its weights are the base's, byte for byte." in out and err == ""
+    assert "Its weights are the base's, byte for byte." in out
+    assert err == ""
     trained = saved_again(model, tmp_path / "trained", ["model.layers.2.mlp."])
     out, err, _ = run(trained)
     assert "Its weights are not the base's, byte for byte: 3 tensors differ." in out
@@ -200,7 +205,8 @@ def test_strip_command_reports_the_comparison(command, base, tmp_path):
     (model / "upscale.json").unlink()
     assert stripped(model, tmp_path / "once") == (None, None)
     out, err, _ = run(model)
-    assert "Its weights are not known to be the base's: its config holds no digest" in out and err == ""
+    assert "Its weights are not known to be the base's: its config holds no digest" in out
+    assert err == ""
 
 
 def test_inspect_shows_what_was_stripped(command, base, tmp_path):
@@ -215,7 +221,8 @@ def test_inspect_shows_what_was_stripped(command, base, tmp_path):
         "stripped": {"model": "back", **removed},
     }  # fmt: skip
     whole = inspect_checkpoint(tmp_path / "back")
-    assert whole["stripped"]["removed_layers"] == [0, 4, 8] and len(whole["layers"]) == 6
+    assert whole["stripped"]["removed_layers"] == [0, 4, 8]
+    assert len(whole["layers"]) == 6
     assert whole["base"] == "unknown: strip does not restore the record of the base"
     for name, told in (
         ("base-again", "stripped from back, upscaled with midus-hml; took out layers 1, 4 its weights were the base"),
@@ -263,6 +270,6 @@ def test_strip_notes_files_that_are_not_compared(base, tmp_path, command):
     once = unverified(base, tmp_path / "once", method="hier-ffn", options={"sizes": [3, 2], "branching": 2})
     twice = unverified(once, tmp_path / "twice", method="llama-pro", options={})
     for model, told in ((twice, True), (once, False)):
-        done = command("strip", model, "--output", tmp_path / f"stripped-{told}")
-        assert done.status == 0 and "are the base's, byte for byte" in done.out
+        done = command("strip", model, "--output", tmp_path / f"stripped-{told}").succeeded()
+        assert "are the base's, byte for byte" in done.out, told
         assert ("the files of hier-ffn next to the weights stay as they are now" in " ".join(done.err.split())) == told

@@ -35,7 +35,8 @@ def test_best_sums_are_found_and_each_slot_once(body, tokens, n, k, levels):
         query = torch.cat([row_scores, column_scores], dim=-1).unsqueeze(1)
         sums, slots = (found.squeeze(1) for found in product_key_topk(query, keys, keys, k, backend=body))
         rows, columns = slots // n, slots % n
-        assert torch.equal(sums.cpu(), best_sums(row_scores, column_scores, k)) and slots.dtype == torch.int64
+        assert torch.equal(sums.cpu(), best_sums(row_scores, column_scores, k))
+        assert slots.dtype == torch.int64
     assert torch.equal(chosen_sums(row_scores, column_scores, rows, columns), best_sums(row_scores, column_scores, k))
     assert all(len(set(slots)) == k for slots in (rows * n + columns).tolist())
 
@@ -44,7 +45,8 @@ def test_nan_query_still_returns_valid_slots(body):
     arguments = keyed()
     arguments["query"][7, 1, 3] = float("nan")
     _, slots = product_key_topk(*arguments.values(), 4, backend=body)
-    assert slots.min() >= 0 and slots.max() < 144
+    assert slots.min() >= 0
+    assert slots.max() < 144
 
 
 def test_many_float32_sub_keys_are_refused():

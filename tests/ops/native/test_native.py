@@ -85,7 +85,8 @@ def test_nan_key_gives_nan_for_its_head(side, tokens):
     arguments = inputs(tokens=tokens)
     arguments[side][0, 0, 0] = math.nan
     output = retrieved(arguments)
-    assert output[:, 0].isnan().all() and not output[:, 1:].isnan().any()
+    assert output[:, 0].isnan().all()
+    assert not output[:, 1:].isnan().any()
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -94,7 +95,8 @@ def test_non_finite_scores_read_nothing_outside(value):
     arguments[1][:, ::2] = value
     arguments[2][:, 1:] = -value
     _, (slots, _) = native_lookup(LookupInputs(*arguments, None, None, 4), True)
-    assert slots.min() >= 0 and slots.max() < 144
+    assert slots.min() >= 0
+    assert slots.max() < 144
     leaves = [argument.requires_grad_() for argument in arguments]
     torch.autograd.grad(retrieved(leaves).sum(), leaves)
 
@@ -107,7 +109,8 @@ def test_residual_of_any_dtype_is_added_after_rounding(stream, gradients, transf
     with torch.set_grad_enabled(gradients):
         output = retrieved(arguments, residual=residual)
         alone = retrieved(arguments)
-    assert output.dtype == stream and torch.equal(output, (residual + alone).to(stream))
+    assert output.dtype == stream
+    assert torch.equal(output, (residual + alone).to(stream))
 
 
 @BANKS

@@ -65,9 +65,11 @@ def memory(**options):
 def test_library_is_built_once(cache, compiler):
     runs = compiler('echo code > "$out"')
     path = built_library("baseline")
-    assert path == built_library("baseline") and path.parent == cache
+    assert path == built_library("baseline")
+    assert path.parent == cache
     assert runs.read_text().splitlines() == ["run"]
-    assert path.read_bytes().startswith(b"code\n") and list(cache.iterdir()) == [path]
+    assert path.read_bytes().startswith(b"code\n")
+    assert list(cache.iterdir()) == [path]
     assert cache.stat().st_mode & 0o077 == 0
 
 
@@ -110,8 +112,10 @@ def test_concurrent_builds_all_get_a_complete_library(cache, compiler):
     for process in processes:
         process.join(30)
         assert process.exitcode == 0
-    assert len(set(results)) == 1 and results[0][1].startswith(b"half\nrest\n")
-    assert len(runs.read_text().splitlines()) == 3 and len(list(cache.iterdir())) == 1
+    assert len(set(results)) == 1
+    assert results[0][1].startswith(b"half\nrest\n")
+    assert len(runs.read_text().splitlines()) == 3
+    assert len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,8 @@ def test_missing_library_warns_once_and_pytorch_computes(script, reason, compile
     message = rf"computed by PyTorch on this CPU, .* two to seven times .*{reason}, or set {CACHE_VARIABLE}=off to do without"
     with pytest.warns(RuntimeWarning, match=message) as warned:
         assert torch.equal(memory(), memory())
-    assert len(warned) == 1 and torch.equal(memory(), memory(backend="torch"))
+    assert len(warned) == 1
+    assert torch.equal(memory(), memory(backend="torch"))
     with pytest.raises(ValueError, match=f"backend is 'native', but .*{reason}, or choose 'torch'"):
         memory(backend="native")
 
@@ -220,7 +225,8 @@ def test_tracing_a_graph_builds_nothing(cache, compiler):
     with pytest.warns(RuntimeWarning, match="memory is computed by PyTorch"):
         output = compiled(*arguments)
     torch._dynamo.reset()
-    assert seen == [False] and runs.exists()
+    assert seen == [False]
+    assert runs.exists()
     assert torch.equal(output, headwise_memory(*arguments, None, 3, backend="torch"))
 
 
@@ -229,7 +235,8 @@ def test_packaged_library_comes_first(cache, compiler, monkeypatch, tmp_path):
     runs = compiler('echo code > "$out"')
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     monkeypatch.setattr(library, "_open", lambda path: path)
-    assert library.native_library().parent == cache and runs.exists()
+    assert library.native_library().parent == cache
+    assert runs.exists()
     monkeypatch.setattr(library, "_library", None)
     (tmp_path / f"native_{variant()}.so").write_text("")
     assert library.native_library() == tmp_path / f"native_{variant()}.so"

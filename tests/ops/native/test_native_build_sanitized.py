@@ -55,4 +55,5 @@ def test_sanitizers_find_no_access_out_of_bounds(gcc, monkeypatch, tmp_path):
     script = Path(__file__).with_name("sanitized.py")
     words = [sys.executable, str(script), str(tmp_path / "sanitized.so")]
     done = subprocess.run(words, env=os.environ | watched, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout == "watched\n", done.stderr[:4000]
+    assert done.returncode == 0, done.stderr[:4000]
+    assert done.stdout == "watched\n", done.stderr[:4000]

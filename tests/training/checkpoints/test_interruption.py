@@ -57,7 +57,8 @@ def test_interrupted_run_skips_evaluation_and_resumes_exactly(config_for, tmp_pa
     saved = tmp_path / "parts" / "checkpoint-7"
     assert str(stopped) == f"interrupted after step 7; --resume_from_checkpoint true continues from {saved}"
     assert stopped.signal_number == signal.SIGTERM
-    assert last_checkpoint(tmp_path / "parts") == saved and not (tmp_path / "parts" / "config.json").exists()
+    assert last_checkpoint(tmp_path / "parts") == saved
+    assert not (tmp_path / "parts" / "config.json").exists()
     run_training(config_for("parts", resume_from_checkpoint=True, **options))
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
@@ -66,7 +67,8 @@ def test_a_signal_in_the_last_step_changes_nothing(config_for, tmp_path):
     run = PreparedRun(config_for(max_steps=3))
     run.trainer.add_callback(signal_at(3))
     assert run.execute().steps == 3
-    assert (tmp_path / "out" / "config.json").exists() and last_checkpoint(tmp_path / "out") is None
+    assert (tmp_path / "out" / "config.json").exists()
+    assert last_checkpoint(tmp_path / "out") is None
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -81,8 +83,10 @@ def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, wor
     assert main(words) == status
     saved, err = last_checkpoint(tmp_path / "out"), capfd.readouterr().err
     line = f"midus train: interrupted after step 3; --resume_from_checkpoint true continues from {saved}"
-    assert saved.name == "checkpoint-3" and err.splitlines()[-1] == line
-    assert HINT in err and "Traceback" not in err
+    assert saved.name == "checkpoint-3"
+    assert err.splitlines()[-1] == line
+    assert HINT in err
+    assert "Traceback" not in err
 
 
 def test_a_second_signal_stops_at_once(config_for, tmp_path):
@@ -97,18 +101,21 @@ def test_a_second_signal_stops_at_once(config_for, tmp_path):
     run.trainer.add_callback(AtStep(1, signal_twice))
     with pytest.raises(KeyboardInterrupt) as raised:
         run.execute()
-    assert raised.type is KeyboardInterrupt and last_checkpoint(tmp_path / "out") is None
+    assert raised.type is KeyboardInterrupt
+    assert last_checkpoint(tmp_path / "out") is None
 
 
 def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.training.prepare.load_for_training", Mock(side_effect=KeyboardInterrupt))
-    assert main(words) == 130 and not (tmp_path / "out").exists()
+    assert main(words) == 130
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("rank", "hints"), by_default([("1", 0)], [("all", 1), ("1", 0)]))
 def test_all_processes_stop_at_the_same_step(words, tmp_path, rank, hints):
     run = run_ranks(INTERRUPTED, rank, "train", *words)
-    assert run.returncode == 130 and run.stderr.count(HINT) == hints
+    assert run.returncode == 130
+    assert run.stderr.count(HINT) == hints
     saved = tmp_path / "out" / "checkpoint-3"
     assert last_checkpoint(tmp_path / "out") == saved
     assert run.stderr.count(f"interrupted after step 3; --resume_from_checkpoint true continues from {saved}") == 1
@@ -191,9 +198,11 @@ def test_process_that_fails_alone_says_why_and_others_nothing(event, upscaled, r
     options = {"max_steps": 8, "save_steps": 2, "streaming": True, "shuffle_buffer": 0}
     recipe = write_recipe(tmp_path, upscaled("llama"), corpus, **options)
     run = run_ranks(program, "train", recipe, f"--output_dir={tmp_path / 'out'}")
-    assert run.returncode and len(re.findall(message, run.stderr)) == 1, run.stderr
+    assert run.returncode, run.stderr
+    assert len(re.findall(message, run.stderr)) == 1, run.stderr
     is_bug = event == "it has a bug"
-    assert run.stderr.count("midus train: ") == (not is_bug) and run.stderr.count("Traceback") == is_bug, run.stderr
+    assert run.stderr.count("midus train: ") == (not is_bug), run.stderr
+    assert run.stderr.count("Traceback") == is_bug, run.stderr
 
 
 def test_rank_that_reads_its_few_texts_again_says_so_once(upscaled, rows, tmp_path):
@@ -203,7 +212,8 @@ def test_rank_that_reads_its_few_texts_again_says_so_once(upscaled, rows, tmp_pa
     (corpus / "1.jsonl").write_text(json.dumps({"text": document(20, 1)}) + "\n")
     recipe = write_recipe(tmp_path, upscaled("llama"), corpus, max_steps=20, streaming=True, shuffle_buffer=0)
     run = run_ranks(MIDUS, "train", recipe, f"--output_dir={tmp_path / 'out'}")
-    assert run.returncode == 0 and run.stderr.count("read once") == 1, run.stderr
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("read once") == 1, run.stderr
     said = (
         r"rank 1 \(1 of 2 files\): all 1 texts of '.*/1.jsonl' .* 21 tokens in 2 sequences; .* Give files equal sizes"
     )

@@ -96,9 +96,12 @@ def test_resumption_skips_a_damaged_checkpoint_exactly(resumed, output, whole, c
     printed = capsys.readouterr()
     card = (output / "README.md").read_text()
     assert card.replace("resume_from_checkpoint: auto\n", "") == (whole / "README.md").read_text()
-    assert card.count("## Trained with") == 1 and "\n| 6 | 192 | " in card
-    assert printed.err.count("is skipped") == 1 and f"resuming from {output / 'checkpoint-2'}\n" in printed.out
-    assert exact_log(output) == exact_log(whole) and moved(output, whole) == set()
+    assert card.count("## Trained with") == 1
+    assert "\n| 6 | 192 | " in card
+    assert printed.err.count("is skipped") == 1
+    assert f"resuming from {output / 'checkpoint-2'}\n" in printed.out
+    assert exact_log(output) == exact_log(whole)
+    assert moved(output, whole) == set()
     for step in (4, 6):
         assert_same_checkpoint(output / f"checkpoint-{step}", whole / f"checkpoint-{step}")
     assert all(find_damage(output / f"checkpoint-{step}") is None for step in (2, 4, 6))
@@ -294,13 +297,16 @@ def test_a_model_has_the_digests_of_its_weights_and_settings():
     saved, new = SimpleNamespace(model_name_or_path="model"), SimpleNamespace(model_name_or_path=None)
     same.load_state_dict(model.state_dict())
     digests = digest_model(model, saved)["model_name_or_path"]
-    assert digest_model(same, saved) == {"model_name_or_path": digests} and {*digests} == {"weights", "settings"}
+    assert digest_model(same, saved) == {"model_name_or_path": digests}
+    assert {*digests} == {"weights", "settings"}
     same.config.rope_parameters = {**same.config.rope_parameters, "rope_theta": 5.0}
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
     of_weights, of_settings = (digest_model(each, saved)["model_name_or_path"] for each in (model, same))
-    assert of_weights["weights"] != digests["weights"] and of_weights["settings"] == digests["settings"]
-    assert of_settings["weights"] == digests["weights"] and of_settings["settings"] != digests["settings"]
+    assert of_weights["weights"] != digests["weights"]
+    assert of_weights["settings"] == digests["settings"]
+    assert of_settings["weights"] == digests["weights"]
+    assert of_settings["settings"] != digests["settings"]
     assert digest_model(same, new) == {"config_name": {"settings": of_settings["settings"]}}
 
 

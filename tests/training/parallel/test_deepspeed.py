@@ -88,4 +88,5 @@ def test_chats_are_trained_on_as_by_one_process(tmp_path):
     run = launched("sft", recipe, f"--output_dir={tmp_path / 'two'}")
     assert run.returncode == 0, run.stderr[-4000:]
     one, two = (logged(tmp_path / folder, "loss") for folder in ("one", "two"))
-    assert two == pytest.approx(one, rel=1e-5) and len(one) == 4
+    assert two == pytest.approx(one, rel=1e-5)
+    assert len(one) == 4

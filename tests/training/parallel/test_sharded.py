@@ -106,7 +106,8 @@ def test_error_of_the_main_process_reaches_the_others():
 def test_only_the_process_that_failed_says_why(words):
     fails = f"from midus_hf.training import output\noutput._open_here = lambda *_: {{}}['lost']\n{MIDUS}"
     run = run_ranks(fails, "train", *words)
-    assert run.returncode == 1 and run.stderr.count("KeyError: 'lost'") == run.stderr.count("Traceback") == 1
+    assert run.returncode == 1
+    assert run.stderr.count("KeyError: 'lost'") == run.stderr.count("Traceback") == 1
 
 
 def sharded(recipe: Path, *words: str) -> None:
@@ -126,13 +127,16 @@ def test_two_processes_train_as_one(words, corpus, tmp_path):
     assert run.stdout.count("'eval_perplexity': ") == 3
     assert main(words) == 0
     for name, count in (("loss", 5), ("base_divergence", 5), ("eval_loss", 3)):
-        assert logged(shared, name) == pytest.approx(logged(one, name), rel=1e-5) and len(logged(one, name)) == count
+        assert logged(shared, name) == pytest.approx(logged(one, name), rel=1e-5)
+        assert len(logged(one, name)) == count
     folders = [sorted(path.name for path in folder.iterdir()) for folder in (shared, one)]
-    assert folders[0] == folders[1] and {"checkpoint-4", "checkpoint-5"} <= set(folders[0])
+    assert folders[0] == folders[1]
+    assert {"checkpoint-4", "checkpoint-5"} <= set(folders[0])
     assert_close_weights(one, shared)
     (tmp_path / "texts" / "003.txt").write_text(document(60, 77))
     run = run_ranks(MIDUS, "train", *words, *more, "--resume_from_checkpoint=true", COLUMNS="120")
-    assert run.returncode == 2 and run.stderr.count("whose sequences of tokens are not those") == 1
+    assert run.returncode == 2
+    assert run.stderr.count("whose sequences of tokens are not those") == 1
 
 
 @pytest.mark.parametrize("method", by_default(["midus-hml"], checks.METHODS))
@@ -185,7 +189,8 @@ def test_sharded_model_is_saved_whole_and_uploaded(config_for, tmp_path, monkeyp
 def test_configs_of_accelerate_are_read_as_they_are_meant(told_to_shard):
     assert "ACCELERATE_USE_FSDP" not in launched_environment("ddp")
     plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
     assert (plugin.state_dict_type.name, plugin.transformer_cls_names_to_wrap) == ("SHARDED_STATE_DICT", None)
 
 
@@ -286,7 +291,8 @@ def test_a_matrix_that_was_cut_decays_as_a_matrix():
     matrix.ds_shape, norm.ds_shape = torch.Size([4, 2]), torch.Size([4])
     model = torch.nn.ParameterList([matrix, norm])
     groups = {group["name"]: group["params"] for group in parameter_groups(model, Rates(learning_rate=1e-3))}
-    assert groups["decay"][0] is matrix and groups["no_decay"][0] is norm
+    assert groups["decay"][0] is matrix
+    assert groups["no_decay"][0] is norm
 
 
 ROUNDED = r"casts a whole model to {0}: 0\.weight, .* would be rounded; expected fp32, or a model in {0}\. Start it"

@@ -48,7 +48,9 @@ def predicted(layers, tmp_path, gaps=GAPS, seed=0, **options):
     chosen = parse_options(get_method("lesa").options_class, options, "lesa")
     solver = MatrixPrediction(base, Projection("query", QUERY, tuple(layers[0].shape)), gaps, seed, chosen)
     made = dict(solver.solve(Scratch(stored.__getitem__, tmp_path, recorder)))
-    assert recorder.balanced and len(recorder.stages) == 1 and not any(tmp_path.iterdir())
+    assert recorder.balanced
+    assert len(recorder.stages) == 1
+    assert not any(tmp_path.iterdir())
     return {int(index): matrix for index, matrix in made.items()}, {row["layer"]: row for row in solver.measurements}
 
 
@@ -120,19 +122,23 @@ INITS = {"layer0": "olmo2", "previous": "qwen2", "next": "gemma3", "mean": "mist
 def test_norm_init_selects_the_source(norm_init, family, shared_base, tmp_path):
     base = shared_base(family)
     report, recorder = upscaled(base, tmp_path / "out", norm_init=norm_init)
-    assert recorder.balanced and {*recorder.names} >= {f"predicting {role}" for role in ROLES}
+    assert recorder.balanced
+    assert {*recorder.names} >= {f"predicting {role}" for role in ROLES}
     measured = sorted((row["layer"], row["tensor"]) for row in report.measurements)
     assert measured == sorted((index, role) for index in (2, 4) for role in ROLES)
-    assert all(list(row)[2:] == COLUMNS for row in report.measurements) and not report.promises_identity
+    assert all(list(row)[2:] == COLUMNS for row in report.measurements)
+    assert not report.promises_identity
     before, after = read_tensors(base), read_tensors(tmp_path / "out")
     for index, (previous, following) in {2: (1, 2), 4: (2, 3)}.items():
         made = layer(after, index)
-        assert made.keys() == layer(before, 0).keys() and {*made} & {*HIDDEN_NORMS}
+        assert made.keys() == layer(before, 0).keys(), index
+        assert {*made} & {*HIDDEN_NORMS}, index
         for name, tensor in made.items():
             one, other = (layer(before, neighbour)[name] for neighbour in (previous, following))
             wanted = {"layer0": layer(before, 0)[name], "previous": one, "next": other}
             if tensor.dim() == 2:
-                assert tensor.isfinite().all() and tensor.any()
+                assert tensor.isfinite().all()
+                assert tensor.any()
                 assert not any(torch.allclose(tensor, layer(before, each)[name]) for each in range(NUM_LAYERS))
             elif name in HIDDEN_NORMS and norm_init != "mean":
                 assert torch.equal(tensor, wanted[norm_init]), name
@@ -159,14 +165,17 @@ def test_prediction_reads_both_neighbours_in_order(family, options, neighbours, 
         assert (threads, torch.get_num_threads()) == ({1}, 3), "solvers compute on one thread"
     finally:
         torch.set_num_threads(before)
-    assert len(pairs) == 14 and set(pairs) == neighbours
+    assert len(pairs) == 14
+    assert set(pairs) == neighbours
 
 
 def test_lesa_defaults_are_those_of_the_release(tmp_path):
     report, _ = upscaled(save_base(tmp_path / "base", num_hidden_layers=3), tmp_path / "out")
-    assert report.num_layers == 5 and len(report.measurements) == 14
+    assert report.num_layers == 5
+    assert len(report.measurements) == 14
     made = layer(read_tensors(tmp_path / "out"), report.new_layer_indices[-1])
-    assert made["self_attn.o_proj.weight"].any() and made["mlp.down_proj.weight"].any()
+    assert made["self_attn.o_proj.weight"].any()
+    assert made["mlp.down_proj.weight"].any()
     released = {"norm_init": "layer0", "identity": "none", "norm_weight": 5e-4, "learning_rate": 1e-3}
     released |= {"batch_size": 64, "hidden_size": 256, "weight_decay": 0.01, "neighbours": "adjacent"}
     assert record_of(tmp_path / "out")["options"].items() >= released.items()
@@ -202,16 +211,15 @@ WARNED = {
 def test_bad_predictions_are_warned_of_per_matrix(settings, measured, limit, message, base, tmp_path, command):
     """The tiny base's layers are random, so that there is nothing to predict."""
     usual = ("--base", base, *request(*settings), "--no-verify")
-    done = command(*usual, "--output", tmp_path / "out")
-    assert done.status == 0
+    done = command(*usual, "--output", tmp_path / "out").succeeded()
     (warning,) = [line for line in done.err.splitlines() if re.search(message, line)]
     rows = record_of(tmp_path / "out")["measurements"]
     for role in {row["tensor"] for row in rows}:
         worst = min(row[measured] for row in rows if row["tensor"] == role)
         assert (f"{role} {worst:.2g}" in warning) == (worst < limit)
     if measured == "cosine_to_mean":
-        done = command(*usual, "--set", "identity=auto", "--output", tmp_path / "identity")
-        assert done.status == 0 and not re.search(message, done.err)
+        done = command(*usual, "--set", "identity=auto", "--output", tmp_path / "identity").succeeded()
+        assert not re.search(message, done.err)
 
 
 def test_missing_directions_are_warned_of(tmp_path, command):
@@ -223,8 +231,8 @@ def test_missing_directions_are_warned_of(tmp_path, command):
         elif "gate_proj" in name:
             tensor[40:43] = tensor[:3]
     write_tensors(base, tensors)
-    done = command("--base", base, "--no-verify", *request("norm_weight=1"), "--output", tmp_path / "out")
-    assert done.status == 0 and "do not span all directions: query 5, gate 3 singular values are below" in done.err
+    done = command("--base", base, "--no-verify", *request("norm_weight=1"), "--output", tmp_path / "out").succeeded()
+    assert "do not span all directions: query 5, gate 3 singular values are below" in done.err
 
 
 @pytest.mark.parametrize("stop", [torch.OutOfMemoryError("no memory left"), None], ids=["an error", "the keyboard"])
@@ -270,7 +278,8 @@ def test_epochs_see_every_sample_once(rows, monkeypatch):
     monkeypatch.setattr(file, "read", watched)
     options = LesaOptions(hidden_size=32, epochs=3, batch_size=16)
     train_predictor(file, torch.Generator().manual_seed(0), options, lambda: steps.append(1))
-    assert len(steps) == len(batches) == 3 * math.ceil(ROWS * 4 / 16) and {len(batch) for batch in batches} == {16, 8}
+    assert len(steps) == len(batches) == 3 * math.ceil(ROWS * 4 / 16)
+    assert {len(batch) for batch in batches} == {16, 8}
     samples = [*itertools.chain(*batches)]
     everything = [(row, first) for row in range(ROWS) for first in range(STORED - 2)]
     epochs = [samples[start : start + len(everything)] for start in range(0, len(samples), len(everything))]
@@ -299,7 +308,7 @@ def test_rows_are_predicted_from_both_neighbours(tmp_path):
             actual = predict(predictor, file, previous, following, "cpu")
             expected = predictor(torch.cat([stored[:, previous], stored[:, following]], dim=1))
             torch.testing.assert_close(actual, expected)
-            assert not actual.requires_grad
+            assert not actual.requires_grad, previous
 
 
 def layers(count: int = 5, out: int = 12, width: int = 20, seed: int = 0) -> list[torch.Tensor]:
@@ -317,7 +326,7 @@ def test_shared_basis_equals_the_svd(count, out, width):
     joined = torch.cat(matrices, dim=1)
     u, s, vt = torch.linalg.svd(joined, full_matrices=False)
     basis = basis_of(matrices)
-    assert basis.vectors.shape == u.shape and basis.num_left_out == 0
+    assert (basis.vectors.shape, basis.num_left_out) == (u.shape, 0)
     torch.testing.assert_close(basis.values, s, rtol=1e-7, atol=0)
     signs = (u * basis.vectors).sum(0).sign()
     torch.testing.assert_close(basis.vectors, u * signs, rtol=0, atol=1e-7)

@@ -48,11 +48,11 @@ def test_llama_pro_copies_all_but_the_zeroed_tensors(native_family, shared_base,
     zeroed = GAINS if has_norms else PROJECTIONS
     for index, source in enumerate([0, 1, 1, 2, 3, 3]):
         actual, expected = layer(new, index), layer(old, source)
-        assert actual.keys() == expected.keys()
+        assert actual.keys() == expected.keys(), index
         changed = {name for name in actual if not same_bits(actual[name], expected[name])}
         assert changed == ({f"{name}.weight" for name in zeroed} if index in (2, 5) else set())
         value = -1 if native_family.startswith("gemma") else 0
-        assert all((actual[name] == value).all() for name in changed)
+        assert all((actual[name] == value).all() for name in changed), index
 
 
 S, F = "sliding_attention", "full_attention"
@@ -106,7 +106,8 @@ def test_fusing_both_attention_types_is_warned_of(method, tmp_path):
         progress = Recorder()
         upscaled(base, None, method, placement=placement, options=options, progress=progress, dry_run=True)
         warned = [warning for warning in progress.warnings if " fuse" in warning]
-        assert len(warned) == (fusing is not None) and all(re.match(fusing, warning) for warning in warned)
+        assert len(warned) == (fusing is not None)
+        assert all(re.match(fusing, warning) for warning in warned)
 
 
 BY_THREE = {"num_hidden_layers": 12, "sliding_window_pattern": 3}
@@ -139,7 +140,8 @@ def test_recipes_add_half_as_many_layers(name, tmp_path):
     recipe = read_mapping(RECIPES / f"{name}.yaml")
     parse_options(Request, {"base": "a folder", **recipe}, name)
     if name == "demo":
-        assert "base" not in recipe and "output" not in recipe
+        assert "base" not in recipe
+        assert "output" not in recipe
         return
     assert (recipe["base"], recipe["method"]) == ("meta-llama/Llama-3.2-1B", name)
     report = upscale(**{**recipe, "base": write_config(tmp_path / "base", LLAMA_3_2_1B), "dry_run": True})
@@ -209,7 +211,7 @@ def test_combine_computes_in_the_finest_dtype():
     exact = sources["coarse"].double() + sources["fine"]
     for names in (("coarse", "fine"), ("fine", "coarse")):
         made = Combine((2,), tuple((name, 1.0) for name in names)).combine(*(sources[name] for name in names))
-        assert torch.equal(made, exact)
+        assert torch.equal(made, exact), names
     narrow = Combine((2,), (("coarse", 0.1),)).combine(sources["coarse"].bfloat16())
     assert narrow.dtype == torch.float32
 
@@ -244,13 +246,15 @@ def test_first_step_trains_only_what_makes_the_identity(native_family, method, s
     base = shared_base(native_family)
     model, blocks = new_model(base, tmp_path / "out", method, identity=identity)
     before = logits(base)
-    assert torch.equal(before, logits(tmp_path / "out")) and model.config.upscale["options"]["identity"] == identity
+    assert torch.equal(before, logits(tmp_path / "out"))
+    assert model.config.upscale["options"]["identity"] == identity
     backward(model)
     assert all(with_gradient(block) == {f"{name}.weight" for name in first} for block in blocks)
     parameters = [parameter for block in blocks for parameter in block.parameters()]
     torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0).step()
     change = (model(prompt()).logits - before).abs().max()
-    assert change > 0 and (native_family not in OUTPUT_NORMS or change < LARGEST_STEP)
+    assert change > 0
+    assert native_family not in OUTPUT_NORMS or change < LARGEST_STEP
     backward(model)
     assert all(with_gradient(block) == {name for name, _ in block.named_parameters()} for block in blocks)
 
@@ -281,7 +285,8 @@ def test_method_without_options_copies_and_keeps_identity(family, shared_base, t
     base, progress = shared_base(family), Recorder()
     report = upscale(base=base, method="copies", output=tmp_path / "out", placement=[2, 5], progress=progress)
     assert "copies repeat" in progress.warnings
-    assert report.promises_identity and torch.equal(logits(base), logits(tmp_path / "out"))
+    assert report.promises_identity
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
     old, new, name = read_tensors(base), read_tensors(tmp_path / "out"), "model.layers.{}.self_attn.q_proj.weight"
     for index, source in {2: 2, 3: 2, 5: 3}.items():
         assert torch.equal(new[name.format(index)], old[name.format(source)])

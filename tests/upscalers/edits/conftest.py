@@ -18,8 +18,7 @@ def edited(chapters, tmp_path):
     """Run a command that edits a model, and give the folder that it wrote."""
 
     def run(verb: str, model: Path, *words: object, output: str = "out") -> Path:
-        done = chapters(verb, model, *words, "--output", tmp_path / output)
-        assert done.status == 0, done.err
+        chapters(verb, model, *words, "--output", tmp_path / output).succeeded()
         return tmp_path / output
 
     return run

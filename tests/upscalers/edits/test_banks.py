@@ -115,7 +115,8 @@ def test_deletion_changes_only_the_blocks(upscaled, tmp_path, run):
     done = run("delete", upscaled / "one", *nodes, "--output", tmp_path / "out")
     path.write_text(card)  # without results, which the result does not have either
     before, after = blocks_in(upscaled / "one"), blocks_in(tmp_path / "out")
-    assert done["banks"] == {"hier-ffn": ["1:0", "2:7"]} and after.keys() == before.keys() - {(1, 0), (2, 7)}
+    assert done["banks"] == {"hier-ffn": ["1:0", "2:7"]}
+    assert after.keys() == before.keys() - {(1, 0), (2, 7)}
     assert all(torch.equal(before[node], after[node]) for node in after)
     assert other_files(tmp_path / "out") == other_files(upscaled / "one")
     assert bank_of(tmp_path / "out").deleted(2) == [7]
@@ -125,7 +126,8 @@ def test_deletion_changes_only_the_blocks(upscaled, tmp_path, run):
         assert torch.equal(edited(tokens, memory_ids=ids).logits, edited(tokens).logits)
     assert strip(tmp_path / "out", tmp_path / "base")["base_confirmed"] is True
     again = run("delete", tmp_path / "out", "--node", "2:7", "--output", tmp_path / "again")
-    assert again["banks"] == {"hier-ffn": []} and bank_of(tmp_path / "again").deleted(2) == [7]
+    assert again["banks"] == {"hier-ffn": []}
+    assert bank_of(tmp_path / "again").deleted(2) == [7]
 
 
 def test_deletion_covers_every_bank(upscaled, tmp_path, run, chapters):
@@ -136,7 +138,8 @@ def test_deletion_covers_every_bank(upscaled, tmp_path, run, chapters):
         assert not files_with(tmp_path / "out", records[name][2, 7])
         assert blocks_in(tmp_path / "out", name).keys() == records[name].keys() - {(2, 7)}
     done = run("delete", upscaled / "two", "--node", "2:7", "--memory", NAMES[1], "--output", tmp_path / "only")
-    assert done["banks"] == {NAMES[1]: ["2:7"]} and (2, 7) in blocks_in(tmp_path / "only", NAMES[0])
+    assert done["banks"] == {NAMES[1]: ["2:7"]}
+    assert (2, 7) in blocks_in(tmp_path / "only", NAMES[0])
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +281,8 @@ def test_subtree_deletes_a_node_and_all_below(with_trees, tmp_path, run):
     assert deleted("1:0")["banks"] == {"hier-ffn": ["1:0", "2:1"]}
     assert deleted("1:generic")["banks"] == {"hier-ffn": ["2:generic"]}
     assert deleted("1:0", "1:1", "1:2")["centroids"] == {"deleted": ["1:0", "1:1", "1:2"], "kept": []}
-    assert not list((tmp_path / "1:2").rglob("tree.*")) and bank_of(tmp_path / "1:2").written(1) == []
+    assert not list((tmp_path / "1:2").rglob("tree.*"))
+    assert bank_of(tmp_path / "1:2").written(1) == []
 
 
 def test_document_is_forgotten_with_its_topic(with_trees, tmp_path, run):
@@ -291,7 +295,8 @@ def test_document_is_forgotten_with_its_topic(with_trees, tmp_path, run):
     keys = {"path_column": "memory_ids", "max_steps": 3, "tree": str(with_trees / "tree"), "generic_share": 0.0}
     run_training(tiny_config(without, tmp_path / "rest.jsonl", again, **keys))
     before, after = blocks_in(old), blocks_in(again)
-    assert after.keys() == before.keys() - {(2, -1)} and 7 not in bank_of(again).deleted(2)
+    assert after.keys() == before.keys() - {(2, -1)}
+    assert 7 not in bank_of(again).deleted(2)
     assert {key for key in after if not torch.equal(after[key], before[key])} == {(1, 2), (2, 7)}
     saved, tree = (ClusterTree.load(folder) for folder in (again, with_trees / "tree"))
     assert saved.fingerprint == bank_of(again).tree == tree.fingerprint, "texts find the topic again"
@@ -299,7 +304,8 @@ def test_document_is_forgotten_with_its_topic(with_trees, tmp_path, run):
     with torch.no_grad():
         given = (torch.tensor([ids] * len(tokens)) for ids in ([0, 1], [2, 7]))
         of_others, of_topic = ([model(tokens, memory_ids=ids).logits for model in models] for ids in given)
-    assert torch.equal(of_others[0], of_others[1]) and torch.equal(of_others[0], of_others[2])
+    assert torch.equal(of_others[0], of_others[1])
+    assert torch.equal(of_others[0], of_others[2])
     assert not torch.equal(of_topic[2], of_topic[1])
 
 
@@ -308,11 +314,13 @@ def test_deleted_block_is_in_no_file(trained, tmp_path, run):
     states = {f"checkpoint-2/{BLOCK_STATES}/0/level-2.safetensors", f"checkpoint-2/{file}"}
     assert files_with(trained, learned) == {file, *states}, "the search finds it"
     run("delete", trained, "--node", "2:4", "--output", tmp_path / "out")
-    assert files_with(tmp_path / "out", learned) == set() and not list((tmp_path / "out").glob("checkpoint-*"))
+    assert files_with(tmp_path / "out", learned) == set()
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
     run("delete", trained / "checkpoint-2", "--node", "2:4", "--output", tmp_path / "other")
     names = {path.name for path in (tmp_path / "other").iterdir()}
     assert files_with(tmp_path / "other", learned) == set()
-    assert "model.safetensors" in names and names.isdisjoint({BLOCK_STATES, "trainer_state.json"})
+    assert "model.safetensors" in names
+    assert names.isdisjoint({BLOCK_STATES, "trainer_state.json"})
 
 
 REFUSED = [
@@ -331,4 +339,5 @@ REFUSED = [
 @pytest.mark.parametrize(("model", "words", "message"), REFUSED, ids=str)
 def test_wrong_deletion_is_refused(with_trees, refusal, model, words, message):
     line = refusal("delete", with_trees / model, *words)
-    assert line.startswith("midus edit delete: ") and message in line
+    assert line.startswith("midus edit delete: ")
+    assert message in line

@@ -39,7 +39,8 @@ def test_slots_with_equal_strides_are_one_aligned_run():
     table = slot_table(keys, values)
     assert (table.runs, table.unit) == (3, 4)
     ends = table.numbers[:21:7].tolist()
-    assert ends[-1] == 4 and sorted(ends) == ends
+    assert ends[-1] == 4
+    assert sorted(ends) == ends
     assert sorted(table.numbers[21:25].tolist()) == sorted(key.data_ptr() for key in keys)
     assert slot_table(*([slot[..., :15] for slot in slots] for slots in depth_slots(stacked()))).unit == 4
 
@@ -82,7 +83,8 @@ def test_numbers_arrive_on_the_device(count):
     numbers = [ends[index % len(ends)] for index in range(count)]
     like = torch.zeros(1, device=DEVICE)
     result = device_numbers(numbers, like)
-    assert result.dtype == torch.int64 and result.device == like.device and result.tolist() == numbers
+    assert (result.dtype, result.device) == (torch.int64, like.device)
+    assert result.tolist() == numbers
 
 
 def test_any_numbers_need_one_compiled_kernel(monkeypatch):
@@ -95,7 +97,7 @@ def test_any_numbers_need_one_compiled_kernel(monkeypatch):
 
     monkeypatch.setattr(kernels_of_depth, "write_numbers_kernel", Caught())
     device_numbers([0, 1, 16, -16, 1 << 40, -(1 << 60)], torch.zeros(1, device=DEVICE))
-    assert len(passed) == 1 and len(passed[0]) == 16
+    assert [len(each) for each in passed] == [16]
     assert all(number % 2 and 1 << 32 < number < 1 << 63 for number in passed[0])
 
 

@@ -34,7 +34,8 @@ def test_hash_is_xor_of_odd_multiples_modulo_primes(tokens, index):
         moduli = options.moduli[4 * number : 4 * number + 4]
         mixed = 0
         for token, multiplier in zip(tokens[:order], multipliers, strict=False):
-            assert multiplier % 2 and token * multiplier < 2**63
+            assert multiplier % 2
+            assert token * multiplier < 2**63
             mixed ^= token * multiplier
         assert hashed_rows(around, order, multipliers, moduli)[0, 0].tolist() == [mixed % prime for prime in moduli]
 

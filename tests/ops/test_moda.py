@@ -106,7 +106,8 @@ def test_half_precision_scores_are_summed_exactly(dtype, softcap):
     halves = [(drawn(1, heads, 64, 32, seed=heads).detach() * 3).to(dtype).requires_grad_() for heads in (4, 2)]
     exact = [half.detach().double().requires_grad_() for half in halves]
     sums, expected = (sequence_lse(*pair, None, True, 32**-0.5, softcap) for pair in (halves, exact))
-    assert sums.dtype == torch.float32 and expected.abs().max() > 15  # where a half precision number is off by 0.06
+    assert sums.dtype == torch.float32
+    assert expected.abs().max() > 15  # where a half precision number is off by 0.06
     torch.testing.assert_close(sums.double(), expected, rtol=0, atol=1e-4)
     along = drawn(*expected.shape, seed=9).detach()
     (sums * along).sum().backward()
@@ -122,7 +123,9 @@ def test_row_without_sequence_reads_only_the_depth():
     lse = sequence_lse(query, key, mask, False, 0.5)
     assert torch.equal(lse[:, :, 0], torch.full((1, 2), float("-inf"), dtype=torch.float64))
     lse[:, :, 1:].sum().backward()
-    assert not query.grad[:, :, 0].any() and query.grad[:, :, 1:].all() and key.grad.isfinite().all()
+    assert not query.grad[:, :, 0].any()
+    assert query.grad[:, :, 1:].all()
+    assert key.grad.isfinite().all()
     sequence, depth = torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3, 4)
     joint = joint_attention(sequence, lse.detach().float(), depth, torch.zeros(1, 2, 3))
     assert torch.equal(joint[:, :, 0], depth[:, :, 0])
@@ -140,9 +143,11 @@ def test_empty_parts_have_no_gradient_and_no_share(empty):
         ]
         joint = joint_attention(parts[0], masked[0], parts[1], masked[1], gate)
         gradients = torch.autograd.grad(joint.sum(), [*parts, *sums])
-        assert all(gradient.isfinite().all() for gradient in gradients) and joint.isfinite().all()
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert joint.isfinite().all()
         if empty != "sequence":
-            assert torch.equal(joint[:, :, 1], parts[0][:, :, 1]) and not gradients[1][:, :, 1].any()
+            assert torch.equal(joint[:, :, 1], parts[0][:, :, 1])
+            assert not gradients[1][:, :, 1].any()
         assert not any(gradient[:, :, 1].any() for gradient in gradients[2:]) or empty == "sequence"
 
 
@@ -152,7 +157,8 @@ def test_closed_gate_changes_no_bit_and_open_gate_is_default(dtype):
     sums = [drawn(2, 3, 4, seed=seed, dtype=torch.float32).detach() * 40 for seed in (3, 4)]
     closed, opened, nothing = torch.zeros(3, 1), torch.ones(3, 1), torch.zeros_like(depth)
     interpolated = joint_attention(sequence, sums[0], depth, sums[1], closed)
-    assert torch.equal(interpolated, sequence) and interpolated.dtype == dtype
+    assert torch.equal(interpolated, sequence)
+    assert interpolated.dtype == dtype
     assert torch.equal(joint_attention(sequence, sums[0], nothing, sums[1], closed, True), sequence)
     wide = torch.promote_types(dtype, torch.float32)
     both = (sequence.to(wide) + depth.to(wide)).to(dtype)

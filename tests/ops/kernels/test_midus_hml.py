@@ -71,14 +71,16 @@ def test_residual_keeps_dtype_and_bits(body, tokens, stream, autocast):
     residual = torch.randn(tokens, 2, 6, device=DEVICE).to(stream)
     with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
         output = memory(arguments, body, residual=residual)
-    assert output.dtype == stream and torch.equal(output, residual)
+    assert output.dtype == stream
+    assert torch.equal(output, residual)
 
 
 def test_tables_are_cast_to_the_query_and_gradients_back(body):
     leaves = leaves_of(looked_up(20, 2, 8, 6, 8, transform=True)) | {"query": drawn(20, 2, 16, seed=4).bfloat16()}
     output = memory(leaves, body)
     lowered = memory({name: leaf.bfloat16() for name, leaf in leaves.items()}, body)
-    assert output.dtype == torch.bfloat16 and torch.equal(output, lowered)
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, lowered)
     output.sum().backward()
     tables = [leaf for name, leaf in leaves.items() if name != "query"]
     assert all(table.grad.dtype == torch.float32 and table.grad.any() for table in tables)

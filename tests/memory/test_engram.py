@@ -119,7 +119,8 @@ def test_unknown_ngram_reads_nothing():
 def test_tokens_after_the_table_are_numbered_by_ids():
     memory, like = filled({**HASHED, "known_tokens": 3}), {"token_numbers": torch.tensor([0, 1, 1])}
     rows = rows_of(memory, torch.tensor([[1, 2, 5], [2, 1, 5], [1, 2, 6]]), like)
-    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0, :2], rows[2, :2])
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0, :2], rows[2, :2])
     assert not torch.equal(rows[0, 2], rows[2, 2])
 
 
@@ -127,8 +128,10 @@ def test_only_the_longest_known_ngram_may_be_read():
     memory, every = filled({**EXACT, "match": "longest"}), filled(EXACT)
     tables = tables_of(memory, step=1)
     rows, longest = rows_of(every, IDS, tables), rows_of(memory, IDS, tables)
-    assert (rows[:, 2:] > 0).all() and torch.equal(longest[:, 2:, 0], torch.zeros_like(longest[:, 2:, 0]))
-    assert torch.equal(longest[..., 1], rows[..., 1]) and torch.equal(longest[:, :2], rows[:, :2])
+    assert (rows[:, 2:] > 0).all()
+    assert torch.equal(longest[:, 2:, 0], torch.zeros_like(longest[:, 2:, 0]))
+    assert torch.equal(longest[..., 1], rows[..., 1])
+    assert torch.equal(longest[:, :2], rows[:, :2])
 
 
 def test_rows_are_dropped_only_in_training():

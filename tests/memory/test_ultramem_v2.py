@@ -91,7 +91,8 @@ def test_training_stores_singular_vectors_once(use_reentrant):
     memory(states)
     kept = memory.row_vector.clone()
     u = torch.linalg.svd(memory.core)[0][..., 0]
-    assert torch.allclose(kept.abs(), u.abs()) and not torch.equal(kept, start)
+    assert torch.allclose(kept.abs(), u.abs())
+    assert not torch.equal(kept, start)
     with torch.no_grad():
         memory.row_vector.copy_(start)
     output = checkpoint(memory, states, use_reentrant=use_reentrant)

@@ -90,10 +90,12 @@ def test_tables_are_cast_to_the_query_and_gradients_back(dtype, body):
     expected = chapter_attention(**arguments, backend=backend_of(body))
     wide = arguments | {name: arguments[name].detach().double().requires_grad_() for name in ("keys", "values")}
     output = chapter_attention(**wide, backend=backend_of(body))
-    assert output.dtype == dtype and torch.equal(output, expected)
+    assert output.dtype == dtype
+    assert torch.equal(output, expected)
     lowered = gradients(expected, arguments)
     for name, gradient in gradients(output, wide).items():
-        assert gradient.dtype == wide[name].dtype and torch.equal(gradient.to(dtype), lowered[name]), name
+        assert gradient.dtype == wide[name].dtype, name
+        assert torch.equal(gradient.to(dtype), lowered[name]), name
 
 
 def test_chapter_gradient_is_summed_in_float32():
@@ -117,4 +119,5 @@ def test_block_has_one_chapter_and_each_pair_a_row():
         assert torch.equal(segments.pair_of_row[rows], torch.arange(3 * pairs))
         assert torch.equal(segments.chapter_of_block[rows // 32], chapters.flatten())
         starts = torch.cat([segments.block_ends.new_zeros(1), segments.block_ends])
-        assert (starts[chapters.flatten()] <= rows // 32).all() and (rows // 32 < starts[chapters.flatten() + 1]).all()
+        assert (starts[chapters.flatten()] <= rows // 32).all()
+        assert (rows // 32 < starts[chapters.flatten() + 1]).all()

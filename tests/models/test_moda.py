@@ -39,7 +39,8 @@ def test_logits_and_gradients_match_hooks_on_the_base(family, kind, options):
         found[name].loss.backward()
     expected, actual = (found[name].logits.detach() for name in ("expected", "actual"))
     # Norms, cosines, and the softmax of eager attention are in float32, whatever the model is in.
-    assert (expected - plain).abs().max() > 1e-2 and (actual - expected).norm() < 1e-6 * expected.norm()
+    assert (expected - plain).abs().max() > 1e-2
+    assert (actual - expected).norm() < 1e-6 * expected.norm()
     gradients = {name: value.grad for name, value in [*native.named_parameters(), *owned.items()]}
     assert all(gradient.any() for gradient in gradients.values())
     check_close(gradients_of(model), gradients, 5e-6)
@@ -57,7 +58,8 @@ def test_gate_beyond_a_bound_has_the_gradient_that_leads_back(native_family, kin
 
     (at_bound, of_bound), (outside, of_outside), (_, free) = at(bound), at(beyond), at(inside)
     # At the bound as beyond it: what would lead inside is kept, what would lead further out is left out.
-    assert torch.equal(outside, at_bound) and torch.equal(of_outside, of_bound)
+    assert torch.equal(outside, at_bound)
+    assert torch.equal(of_outside, of_bound)
     back = free.clamp(max=0) if bound == 0 else free.clamp(min=0)
     torch.testing.assert_close(of_outside, back, rtol=1e-3, atol=1e-9)
 
@@ -155,7 +157,8 @@ def test_depth_learns_through_values_and_gates_first(native_family, kind):
     started = {name: value.detach().clone() for name, value in new.items()}
     optimizer, first = torch.optim.SGD(new.values(), lr=1.0), loss_and_gradients(model, prompt())[1]
     learn = {name for name in new if first[name].any()}
-    assert values <= learn <= values | gates and learn
+    assert values <= learn <= values | gates
+    assert learn
     optimizer.step()
     with torch.no_grad():
         for name in gates:  # as optimisers do that step by the sign: every head begins somewhere

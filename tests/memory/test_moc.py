@@ -35,7 +35,8 @@ def test_only_read_chapters_are_projected():
     check(memory, states(batch=1))
     check(memory, states(batch=3))
     routed = memory.route(states(batch=3)).chosen.unique()
-    assert seen == [3, 1 + len(routed)] and len(routed) <= 6
+    assert seen == [3, 1 + len(routed)]
+    assert len(routed) <= 6
 
 
 def test_shared_bank_is_read_like_an_own_one():
@@ -50,7 +51,7 @@ def test_bank_of_the_paper_is_shared_and_not_cached():
     sizes = ModelSizes(hidden_size=768, num_heads=12, head_dim=64)
     options = MocOptions(**MocOptions.presets["paper"])
     (tables,) = options.tables(sizes, (2, 6, 10, 14))
-    assert tables.layers == (2, 6, 10, 14) and tables.tensors["bank"].shape == (262_208, 768)
+    assert (tables.layers, tables.tensors["bank"].shape) == ((2, 6, 10, 14), (262_208, 768))
     with torch.device("meta"):
         assert build_memory(MocOptions(), sizes).make_decode_cache() is not None
         assert build_memory(options, sizes).make_decode_cache() is None
@@ -79,7 +80,8 @@ def test_half_precision_routes_in_float32():
     torch.testing.assert_close(within.logits, memory.route(hidden_states.float()).logits)
     narrow = memory.bfloat16()(hidden_states)
     memory.bank.data = memory.bank.data.float()  # a bank of a wider dtype
-    assert torch.equal(memory(hidden_states), narrow) and narrow.dtype == torch.bfloat16
+    assert torch.equal(memory(hidden_states), narrow)
+    assert narrow.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -82,7 +82,8 @@ def test_many_tokens_are_selected_in_stretches(monkeypatch):
 def test_scores_keep_their_dtype(dtype):
     rows, columns, core, left, right = drawn()
     scores, slots = tucker_topk(rows.to(dtype), columns.to(dtype), core, left, right, k=4, side=3)
-    assert scores.dtype == dtype and slots.dtype == torch.int64
+    assert scores.dtype == dtype
+    assert slots.dtype == torch.int64
     exact = slot_scores(rows, columns, core, slots)
     torch.testing.assert_close(scores.double(), exact, rtol=0, atol=0.05 if dtype == torch.bfloat16 else 1e-5)
 
@@ -116,7 +117,8 @@ def test_signs_last_along_a_path_of_cores():
 def test_core_without_leading_value_gives_numbers(core):
     before = torch.tensor([0.6, 0.8])
     left, right = leading_vectors(core, before)
-    assert left.norm().item() == pytest.approx(1) and left @ before > 0
+    assert left.norm().item() == pytest.approx(1)
+    assert left @ before > 0
     assert right.norm().item() == pytest.approx(1 if core.any() else 0)
     assert (left @ core @ right).item() == pytest.approx(torch.linalg.matrix_norm(core, 2).item())
     assert leading_vectors(torch.tensor([[0.2, 0.9], [0.4, 0.3]]), left)[0].norm().item() == pytest.approx(1)
@@ -126,7 +128,8 @@ def test_vectors_recover_after_rotated_cores():
     left = torch.tensor([1.0, 0.0])
     for second in (1.0, 1.01, 1.1, 1.5):
         left, right = leading_vectors(torch.diag(torch.tensor([1.0, second])), left)
-    assert torch.equal(left.abs(), torch.tensor([0.0, 1.0])) and torch.equal(left, right)
+    assert torch.equal(left.abs(), torch.tensor([0.0, 1.0]))
+    assert torch.equal(left, right)
 
 
 def test_repeated_vectors_are_the_same():
