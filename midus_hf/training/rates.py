@@ -3,7 +3,7 @@
 The first step of AdamW moves each number by its rate against the sign of its gradient, whatever the gradient's size. Along this line
 the loss of other texts falls, turns and rises, about as `a r - b r^2`. A run gets `SHARE` of the rate where it turns, and half of it
 where the rate is constant, which goes twice as far as one that falls. New decoder layers get all of it: the first step moves few of
-their matrices.
+their matrices. Tables of which it moves few rows get half: in a run, texts also read rows that others have moved.
 
 New parts end in zeros, and what is before the zeros has no gradient in the first step: it learns at `NEW_RATE`, and limits the rate
 of zeros in its group, since AdamW moves it by this rate too.
@@ -30,6 +30,9 @@ from midus_hf.training.optim import parameter_groups
 SHARE = 0.55
 #: The same for decoder layers that are new.
 LAYERS_SHARE = 1.0
+#: What tables get of this share if the first step moves fewer than `_FEW_ROWS` of their rows.
+FEW_ROWS_SHARE = 0.5
+_FEW_ROWS = 0.25
 #: Most that a step moves matrices without a gradient yet, of their root mean square.
 _MAX_STEP = 0.15
 #: Rate of a whole model that is not measured.
@@ -91,6 +94,8 @@ def find_rates(trainer: Any, trains_new: bool) -> FoundRates:
     share = LAYERS_SHARE if trains_new and _trains_only_layers(trainer.model) else SHARE
     for key, turn in turns.items():
         rate = turn * (share / 2 if search.is_constant[key] else share)
+        if search.moves_few_rows[key]:
+            rate *= FEW_ROWS_SHARE
         limit = search.limits.get(key, math.inf)
         is_limited |= rate > limit
         rates[key] = float(f"{min(rate, limit):.2g}")
@@ -112,6 +117,9 @@ class _LineSearch:
         self._steps: dict[str, list[_Step]] = {}  # by key, at a rate of 1
         self._slopes: dict[str, float] = {}  # what the gradient promises of them
         self.is_constant: dict[str, bool] = {}  #: by key, whether its schedule is constant
+        self.moves_few_rows: dict[
+            str, bool
+        ] = {}  #: by key, whether it has a table of which most rows have no gradient
         self.limits: dict[str, float] = {}  #: by key, the largest rate that other tensors of the key bear
         for group in groups:
             self._take_signs(group)
@@ -143,6 +151,8 @@ class _LineSearch:
                 promised = group["lr"] * gradient.abs().sum(dtype=torch.float64).item()
                 self._slopes[key] = self._slopes.get(key, 0.0) + promised
                 self.is_constant[key] = group["schedule"] == "constant"
+                is_few = key == "value_learning_rate" and _share_of_rows(gradient) < _FEW_ROWS
+                self.moves_few_rows[key] = self.moves_few_rows.get(key, False) or is_few
                 step = _Step(parameter, parameter.detach().clone(), gradient.sign().to(torch.int8), group["lr"])
                 self._steps.setdefault(key, []).append(step)
             elif parameter.dim() > 1 and (size := parameter.detach().float().square().mean().sqrt().item()) > 0:
@@ -193,6 +203,12 @@ class _Step:
     @torch.no_grad()
     def undo(self) -> None:
         self.parameter.copy_(self.saved)
+
+
+def _share_of_rows(gradient: torch.Tensor) -> float:
+    """Return the share of the rows of a table's gradient that are not zero."""
+    rows = gradient.reshape(len(gradient), -1)
+    return (rows != 0).any(1).float().mean().item()
 
 
 def turning_point(gains: dict[float, float]) -> float | None:

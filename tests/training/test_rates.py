@@ -153,6 +153,14 @@ def test_only_new_layers_get_all_of_the_turn(method, keys, expected, tmp_path, c
     assert find_rates(trainer, trains_new="trainable" not in keys).rates["learning_rate"] == expected
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(16, 0.028), (4096, 0.014)])
+def test_tables_of_which_a_step_moves_few_rows_get_half(rows, expected, tmp_path, config_for, monkeypatch):
+    monkeypatch.setattr("midus_hf.training.rates.turning_point", lambda gains: 0.1)
+    model = save_upscaled("llama", tmp_path / "m", "engram", {"rows": rows})
+    trainer = unmeasured_trainer(config_for(model=model))
+    assert find_rates(trainer, trains_new=True).rates["value_learning_rate"] == expected
+
+
 def test_missing_rate_is_refused(config_for):
     trainer = unmeasured_trainer(config_for())
     with refused("learning_rate is None"):

@@ -83,6 +83,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "midus-pkm": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
     "llama-pro": {"num_new_layers": 2},
     "ultramem-v2": {"options": {"n": 16, "k": 2, "share": "ring:2", "heads": 2}},
+    "engram": {"options": {"rows": 64, "width": 8, "hash_heads": 2, "compress": False}},
     "moc": {"options": {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 4, "layers": [1, 3]}},
     **{method: {"options": {"sizes": [4, 2], "branching": 3}} for method in FETCHING},
 }
