@@ -24,7 +24,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from material.gcide import gcide
+from material.dictionaries import gcide
 from midus_hf.compare.run import code_version
 from midus_hf.look.page import as_png, new_figure
 

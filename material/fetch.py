@@ -7,11 +7,10 @@ from material.addresses import addresses
 from material.articles import articles
 from material.benchmarks import benchmarks
 from material.chats import chats
+from material.dictionaries import gcide, glosses
 from material.elements import elements
 from material.excerpts import address_excerpts, article_excerpts
 from material.factbook import factbook
-from material.gcide import gcide
-from material.glosses import glosses
 from material.joined_models import gemma_270m, qwen_500m, qwen_1500m
 from material.minilm import minilm
 from material.smollm2 import smollm2_135m, smollm2_gguf, tiny_llama

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from material.addresses import addresses
 from material.cache import cached_folder
+from material.dictionaries import glosses
 from material.elements import FACTS_FILE, elements
 from material.factbook import factbook
-from material.glosses import glosses
 
 _CHARACTERS = 1000
 _GLOSSES, _HELD_OUT_EVERY = 2400, 12

@@ -59,6 +59,16 @@ def imports_of(source: str) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+def test_a_carried_glossary_only_reads(checkpoints):
+    carried = imported(checkpoints("llama", "packs"))
+    assert not {"add", "replace", "remove", "change"} & vars(carried.Glossary).keys()
+    glossary = object.__new__(carried.Glossary)
+    with pytest.raises(
+        AttributeError, match="no 'add'; a checkpoint's own code only reads it: install midus-hf, or use midus edit"
+    ):
+        glossary.add("word5", "word6")
+
+
 def test_security_page_says_how_long_modules_are():
     shortest, longest = min(MOST_LINES.values()), max(MOST_LINES.values())
     assert f"{shortest:,} to {longest:,} lines" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from material import factbook
 from material.benchmarks import boolq_row, multiple_choice_row, parse_choices, parse_rows
+from material.dictionaries import parse_synset
 from material.elements import fact_texts, question_row
-from material.glosses import parse_synset
 
 choice_texts = st.text(string.ascii_lowercase + " .?", min_size=1, max_size=20).map(str.strip).filter(bool)
 

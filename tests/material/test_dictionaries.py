@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from material import gcide
+from material import dictionaries
 from material.registry import MaterialError, Package, extract
 
 DICTIONARY = """Abandon \\A*ban"don\\ v. t.
@@ -24,7 +24,7 @@ Abandoned \\A*ban"doned\\ a.
 
 
 def test_numbers_have_the_most_significant_digit_first():
-    assert [gcide.read_number(digits) for digits in ("A", "B", "/", "BA", "BP")] == [0, 1, 63, 64, 79]
+    assert [dictionaries.read_number(digits) for digits in ("A", "B", "/", "BA", "BP")] == [0, 1, 63, 64, 79]
 
 
 def test_entries_stand_under_the_word_that_they_begin_with():
@@ -32,20 +32,20 @@ def test_entries_stand_under_the_word_that_they_begin_with():
     second = text.index(b"Abandoned")
     places = {"abandon": (0, second), "abandoning": (0, second), "abandoned": (second, len(text) - second)}
     lines = [f"{word}\t{written(offset)}\t{written(length)}" for word, (offset, length) in places.items()]
-    entries = gcide.read_entries(text, "\n".join(["00-database-info\tA\tB", *lines]))
+    entries = dictionaries.read_entries(text, "\n".join(["00-database-info\tA\tB", *lines]))
     assert list(entries) == ["Abandon", "Abandoned"]
     assert entries["Abandon"] == 'Abandon \\A*ban"don\\ v. t. 1. To give up wholly.\n2. To leave. [PJC]'
 
 
 def written(value: int) -> str:
-    digits = [digit for digit, number in gcide._DIGITS.items() if number == value % 64]
+    digits = [digit for digit, number in dictionaries._DIGITS.items() if number == value % 64]
     return (written(value // 64) if value >= 64 else "") + digits[0]
 
 
 def test_a_headword_is_in_one_part():
     names = [f"word{number}" for number in range(2000)]
-    parts = [gcide.part_of(name) for name in names]
-    assert parts == [gcide.part_of(name) for name in names]
+    parts = [dictionaries.part_of(name) for name in names]
+    assert parts == [dictionaries.part_of(name) for name in names]
     assert set(parts) == {"train", "validation", "held_out"}
     assert parts.count("train") > 1900
 
@@ -77,8 +77,8 @@ def debian(tmp_path, monkeypatch) -> Package:
 
 def test_the_dictionary_comes_from_a_package_of_debian(debian, tmp_path, monkeypatch):
     monkeypatch.setenv("MIDUS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gcide, "PACKAGE", debian)
-    folder = gcide.gcide()
+    monkeypatch.setattr(dictionaries, "GCIDE", debian)
+    folder = dictionaries.gcide()
     assert sorted(path.name for path in folder.iterdir()) == ["held_out.jsonl", "train.jsonl", "validation.jsonl"]
     rows = [json.loads(line) for path in folder.iterdir() for line in path.read_text().splitlines()]
     assert [row["name"] for row in rows] == ["Abandon"]
