@@ -66,23 +66,28 @@ def host_type(model_type: str, row: ModelType | CompositeType | None = None) -> 
 
 def _check_version(row: ModelType | CompositeType) -> None:
     """Refuse a type that was not proven with the installed transformers, unless its tensors are equal."""
-    if installed_version() in row.transformers or shapes_digest(row) in row.transformers.values():
+    if installed_version() in row.transformers:
         return
-    raise UnknownType(
-        f"{row.model_type!r} was proven with transformers {', '.join(row.transformers)}, and has other tensors in "
-        f"{transformers.__version__}; expected one of these versions. Or prove it anew, with a checkout of the repository: "
-        f"python -m scripts.anatomy {row.model_type}"
-    )
+    proven = f"{row.model_type!r} was proven with transformers {', '.join(row.transformers)}"
+    try:
+        digest = shapes_digest(row)
+    except Exception as error:  # whatever the checks of config classes and models raise, and vLLM in theirs
+        raise UnknownType(
+            f"{proven}, and a model of it cannot be made here, with {transformers.__version__} ({type(error).__name__}: {error}); "
+            "expected one of these versions. If vLLM serves a base in this process, load the model with memory before it."
+        ) from error
+    if digest not in row.transformers.values():
+        raise UnknownType(
+            f"{proven}, and has other tensors in {transformers.__version__}; expected one of these versions. Or prove it anew, "
+            f"with a checkout of the repository: python -m scripts.anatomy {row.model_type}"
+        )
 
 
 def shapes_digest(row: ModelType | CompositeType) -> str:
     """Return a digest of the names and shapes of a type's tiny model in the installed transformers."""
-    try:
-        config: Any = CONFIG_MAPPING[row.model_type](**copy.deepcopy(dict(row.config)))
-        with torch.device("meta"):
-            model = _native_class(row)(config)
-    except Exception as error:  # config classes and models raise whatever their checks raise
-        return type(error).__name__
+    config: Any = CONFIG_MAPPING[row.model_type](**copy.deepcopy(dict(row.config)))
+    with torch.device("meta"):
+        model = _native_class(row)(config)
     shapes = [
         [name, type(model.get_submodule(name.rpartition(".")[0])).__name__, *each.shape]
         for name, each in model.state_dict().items()
