@@ -51,7 +51,7 @@ def hosted_memories(model: nn.Module, *methods: str) -> list[HostedMemory]:
 
 def depth_heads(block: Any) -> ModaSite | None:
     """Return a decoder layer's part in attention over the depth; None if it has none."""
-    return next((site for site in getattr(block, "attached", ()) if isinstance(site, ModaSite)), None)
+    return next((site for site in getattr(block, "site_objects", ()) if isinstance(site, ModaSite)), None)
 
 
 def lacking(model: Any, part: str) -> RequestError:

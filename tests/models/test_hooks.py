@@ -24,7 +24,7 @@ def logits_of(model, row):
 
 
 def layers_with_sites(model):
-    return [layer for layer in model.model.layers if getattr(layer, "attached", None)]
+    return [layer for layer in model.model.layers if getattr(layer, "site_objects", None)]
 
 
 @on_rows

@@ -75,10 +75,11 @@ class HostLayer(LayerNames):
     layer_outputs: tuple[CarriedKey, ...] = ()
     memories: nn.ModuleDict
     layer_idx: int
-    # The site of each memory by name, looked up in every pass: a memory taken out of this is skipped.
+    # The name of each memory's site by the memory's name, looked up in every pass: a memory taken out of this is skipped.
     sites: dict[str, str]
+    # An object for each site at this layer, with its hooks; it asks `sites` for the memories that are there.
+    site_objects: list["Site"]
     classes: dict[str, type[MemoryModule]]  # stored, since PEFT may wrap memories
-    attached: list["Site"]
 
     def host(self, config: PreTrainedConfig, layer_idx: int, memories: Memories) -> None:
         """Build the memories attached to a layer of the family, or raise a `MissingPartError`."""
@@ -102,8 +103,8 @@ class HostLayer(LayerNames):
                 raise MissingPartError(f"layer {layer_idx} of class {self.family_class.__name__}", site.name)
         if built:
             self.memories = nn.ModuleDict(built)
-        self.attached = [site(self, config, memories) for site in sites]
-        for each in self.attached:
+        self.site_objects = [site(self, config, memories) for site in sites]
+        for each in self.site_objects:
             each.attach()  # now, since a compiled forward would have to register hooks while it is traced
 
     def __call__(
@@ -158,7 +159,7 @@ class HostLayer(LayerNames):
         `args` begin with the tensors of `layer_inputs`; a layer with these or `layer_outputs` returns a tuple of its output and the
         tensors for later layers.
         """
-        for site in self.attached:
+        for site in self.site_objects:
             site.attach()
         inputs = _NO_INPUTS if memory_inputs is None else memory_inputs
         carried: dict[CarriedKey, torch.Tensor | None] = dict(zip(self.layer_inputs, args, strict=False))
@@ -166,7 +167,7 @@ class HostLayer(LayerNames):
         self.calls.current = LayerCall(hidden_states, inputs, carried, kwargs.get("position_embeddings"))
         try:
             output = super().forward(hidden_states, *args[len(self.layer_inputs) :], **kwargs)
-            for site in self.attached:
+            for site in self.site_objects:
                 output = site.behind(output)
         finally:
             self.calls.current = before
