@@ -24,7 +24,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalt
 def glossary_of(model: Any) -> "Glossary | None":
     """Return the glossary of a model with packs; None for another model."""
     stack = model.stack if hasattr(model.config, "memories") else None
-    return model.glossary if stack is not None and "packs" in stack.services else None
+    return model.glossary if stack is not None and "glossary" in stack.services else None
 
 
 def question_inputs(

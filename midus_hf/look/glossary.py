@@ -138,9 +138,9 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
 
 
 def packs_of(model: Any) -> tuple[Any, Any]:
-    """Return the decoder of a model and its packs."""
+    """Return the decoder of a model, and its service with the files of the glossary."""
     stack = decoder_of(model)
-    service = getattr(stack, "services", {}).get("packs")
+    service = getattr(stack, "services", {}).get("glossary")
     if service is None:
         raise lacking(model, "is a glossary (packs)")
     return stack, service

@@ -164,10 +164,10 @@ class HostMixin:
     @property
     def glossary(self) -> Any:
         """Names and texts that the model knows (`Glossary`); a `RequestError` without packs or a folder."""
-        packs = self.stack.services.get("packs")
-        if packs is None or packs.glossary is None:
+        files = self.stack.services.get("glossary")
+        if files is None or files.glossary is None:
             raise RequestError("this model has no glossary; expected one with packs that from_pretrained loaded.")
-        return packs.glossary
+        return files.glossary
 
     def fetch_memory(self, memory_ids: torch.Tensor) -> Any:
         """Fetch the blocks of paths `[B, p]` for a pass, which with these `memory_blocks` reads no bank."""

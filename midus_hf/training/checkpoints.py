@@ -213,7 +213,9 @@ def digest_model(model: PreTrainedModel, arguments: Any) -> Digests:
     services: Any = getattr(getattr(model, "stack", None), "services", {})
     for name, service in services.items():
         if isinstance(service, BankService) and (digest := service.digest()) is not None:
-            digests[f"files beside the weights ({name})"] = hashlib.sha256(digest.encode()).hexdigest()
+            digests[f"files beside the weights ({service.digest_name or name})"] = hashlib.sha256(
+                digest.encode()
+            ).hexdigest()
     return {"config_name" if is_new else "model_name_or_path": digests}
 
 

@@ -52,6 +52,6 @@ def pack_model(
     native = tiny_model(family, dtype, **sizes)
     layers = list(range(native.config.num_hidden_layers)) if layers is None else layers
     model = host_of(native, {"type": "packs", "layers": layers, **(options or {})})
-    service = model.model.services["packs"]
+    service = model.model.services["glossary"]
     service.glossary = Glossary(tokenizer or tiny_tokenizer(), entries, options=service.options)
     return model

@@ -258,12 +258,12 @@ def test_training_mode_keeps_nothing():
     expected = computed(model)
     with keep_readings(model):
         assert torch.equal(computed(model), expected)
-        assert not model.model.services["open_packs"].store.readings._readings
+        assert not model.model.services["packs"].store.readings._readings
 
 
 def test_readings_used_last_are_kept_up_to_a_size():
     model = made()
-    store = model.model.services["open_packs"].store
+    store = model.model.services["packs"].store
     expected = read_anew(model)
     with keep_readings(model, max_bytes=1):
         assert torch.equal(computed(model), expected)
@@ -296,7 +296,7 @@ def test_copies_of_a_model_keep_nothing():
     with keep_readings(model):
         expected = computed(model)
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            readings = copied.model.services["open_packs"].store.readings
+            readings = copied.model.services["packs"].store.readings
             assert not readings.is_open
             assert not readings._readings
             assert torch.equal(read_anew(copied), expected)

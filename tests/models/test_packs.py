@@ -200,7 +200,7 @@ def fresh(model):
     made.load_state_dict(model.state_dict())
     for name, buffer in model.named_buffers():  # which a cast rounds
         made.get_buffer(name).copy_(buffer)
-    made.model.services["packs"].glossary = pack_model("llama", torch.float32, model.glossary).glossary
+    made.model.services["glossary"].glossary = pack_model("llama", torch.float32, model.glossary).glossary
     return made
 
 
@@ -313,15 +313,15 @@ def test_glossary_is_saved_and_copied_with_its_model(tmp_path):
 
 def test_models_without_one_whole_glossary_are_refused(tmp_path, monkeypatch):
     for model in (upscaled_model("llama"), pack_model("llama", torch.float32)):
-        if "packs" in model.model.services:
-            model.model.services["packs"].glossary = None
+        if "glossary" in model.model.services:
+            model.model.services["glossary"].glossary = None
         with pytest.raises(ValueError, match="this model has no glossary; expected one with packs"):
             _ = model.glossary
     base = tiny_model("llama")
     assert torch.equal(logits(model, prompt()), logits(base, prompt()))
     monkeypatch.setattr("midus_hf.memories.hosting.service.folder_of_checkpoint", lambda *_: None)
     with pytest.raises(ValueError, match="the glossary of this model is not at hand"):
-        model.model.services["packs"].after_loading("org/model", {})
+        model.model.services["glossary"].after_loading("org/model", {})
     entries = {"type": "packs", "layers": [0]}, {"type": "packs", "name": "packs-2", "layers": [1]}
     with pytest.raises(ValueError, match="'packs', 'packs-2' are packs; expected one"):
         host_of(base, *entries)

@@ -50,8 +50,8 @@ def served(engine, model, tokenizer=None):
     config._attn_implementation = "vllm"
     stack = AutoModel.from_config(config).to(torch.float32).eval()
     stack.load_state_dict(model.model.state_dict())
-    if "packs" in stack.services:
-        stack.services["packs"].glossary = Glossary(tokenizer or tiny_tokenizer(), ENTRIES)
+    if "glossary" in stack.services:
+        stack.services["glossary"].glossary = Glossary(tokenizer or tiny_tokenizer(), ENTRIES)
     engine.serve(stack)
     return stack
 
@@ -100,7 +100,7 @@ def test_models_of_one_process_read_their_own_glossaries(engine):
     model, tokens = with_packs("llama"), prompt()[:1]
     expected, stack = whole_passes(model, tokens)[0], served(engine, model)
     layers = dict(engine.layers)
-    served(engine, model).services["packs"].glossary = Glossary(tiny_tokenizer(), [])
+    served(engine, model).services["glossary"].glossary = Glossary(tiny_tokenizer(), [])
     engine.layers.clear()
     engine.layers.update(layers)
     output = run_pass(engine, stack, tokens, [(0, FIRST, 0, 24)])
@@ -117,7 +117,7 @@ def test_conversations_in_parts_are_computed_as_whole_ones(engine):
     blocks, bounds = [[*range(1, 49, 2)], [*range(2, 50, 2)]], [0, 11, 16, *range(count - 6, count), count]
     passes = [[(row, blocks[row], *bound) for row in range(2)] for bound in itertools.pairwise(bounds)]
     torch.testing.assert_close(in_parts(engine, stack, tokens, passes), expected, rtol=1e-4, atol=1e-5)
-    stack.services["open_packs"].kept = KeptPacks()  # packs are made anew from ids in slots
+    stack.services["packs"].kept = KeptPacks()  # packs are made anew from ids in slots
     again = run_pass(engine, stack, tokens, [(0, blocks[0], count - 2, count)])
     torch.testing.assert_close(again, expected[0, -2:], rtol=1e-4, atol=1e-5)
 
@@ -231,7 +231,7 @@ def test_attention_sinks_are_refused_when_the_glossary_is_opened(engine, tmp_pat
     model = with_packs("llama")
     model.save_pretrained(tmp_path)
     stack = served(engine, model)
-    service, parts = stack.services["open_packs"], [(0, FIRST, 0, 4)]
+    service, parts = stack.services["packs"], [(0, FIRST, 0, 4)]
     service.files.glossary = None
     service.settings = SimpleNamespace(model=str(tmp_path), revision=None, trust_remote_code=False)
     engine.layers["layers.1"].has_sink = True

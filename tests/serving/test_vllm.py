@@ -109,7 +109,7 @@ def with_packs(base, folder, corpus=None):
 
 def changes(model, prompts, answers):
     """How often a generated token opened an entry where none was open, changed what is open, and left nothing open."""
-    service, counts = model.model.services["open_packs"], Counter()
+    service, counts = model.model.services["packs"], Counter()
     for prompt, answer in zip(prompts, answers, strict=True):
         tracker, packs = OpeningTracker(service.files.glossary, service.store.options), []
         for position, token in enumerate([*prompt, *answer]):

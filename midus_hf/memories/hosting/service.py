@@ -281,6 +281,8 @@ class BankService(Service):
     """
 
     files: ClassVar[tuple[str, ...]] = (f"{BANKS_FOLDER}/**",)
+    #: Name of the digest in what runs record, where it is not `key`, which had another name in checkpoints of runs before.
+    digest_name: ClassVar[str] = ""
     #: Whether reading an open bank runs passes of the model.
     runs_passes: ClassVar[bool] = False
 

@@ -18,7 +18,8 @@ from midus_hf.memories.registry import Memories
 class GlossaryFiles(BankService):
     """The bank of packs: the glossary and its tokenizer, opened and saved with the weights."""
 
-    key = "packs"  # by which runs in progress know its digest
+    key = "glossary"
+    digest_name = "packs"
     runs_passes = True
     files = (GLOSSARY_FILE, "*.json", "*.model", "*.txt", "*.jinja")
 

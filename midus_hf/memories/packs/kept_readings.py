@@ -45,7 +45,7 @@ def keep_readings(model: nn.Module, max_bytes: int = MAX_BYTES, check_numbers: b
     opened = []
     try:
         for stack in model.modules():
-            service = getattr(stack, "services", {}).get("open_packs") if isinstance(stack, HostStack) else None
+            service = getattr(stack, "services", {}).get("packs") if isinstance(stack, HostStack) else None
             if service is None:
                 continue
             with CHANGING:

@@ -36,7 +36,7 @@ class PacksService(Service):
     packs that it reads.
     """
 
-    key = "open_packs"
+    key = "packs"
     is_required = True
     may_add_cache = True
 

@@ -132,7 +132,7 @@ _SERVICES: "weakref.WeakSet[PagedPacksService]" = weakref.WeakSet()
 class PagedPacksService(Service):
     """Packs that tokens of several requests read, as `packs`, an `OpenedPass`."""
 
-    key = "open_packs"
+    key = "packs"
     is_required = True
 
     def __init__(self, model: HostStack, memories: Memories, hosted: Hosted):
