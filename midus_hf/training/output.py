@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -41,12 +40,14 @@ from midus_hf.training.checkpoints import resume_hint, resumed_checkpoint
 from midus_hf.training.optim import restore_dtypes, whole_numel
 from midus_hf.training.outcome import GLOSSARY, HELD_OUT, OWN_TEXT
 
-# Keys that may change when a run is resumed, because they do not change what is computed.
-_FREE = re.compile(
-    "(output_dir|resume_|run_name|project|attn_implementation|use_cpu|skip_memory_metrics|log_level"
-    "|logging_|save_|load_best_model|eval_(?!share)|per_device_|gradient_accumulation|metric_for_best|greater_is_better|push_to_hub|hub_"
-    "|activation_checkpointing|gradient_checkpointing|dataloader_(num_workers|prefetch|persistent)|disable_tqdm).*"
+# Beginnings of keys that may change when a run is resumed, because they do not change what is computed.
+_MAY_CHANGE = tuple(
+    "output_dir resume_ run_name project attn_implementation use_cpu skip_memory_metrics log_level logging_ save_ load_best_model "
+    "eval_ per_device_ gradient_accumulation metric_for_best greater_is_better push_to_hub hub_ activation_checkpointing "
+    "gradient_checkpointing dataloader_num_workers dataloader_prefetch dataloader_persistent disable_tqdm".split()
 )
+# One of `eval_` that says what is trained on.
+_STAYS = "eval_share"
 _SEQUENCES = "sequences_per_step"
 
 Result = TypeVar("Result")
@@ -168,7 +169,8 @@ def _check_same_run(record: Mapping[str, Any], path: Path) -> None:
             "gradient_accumulation_steps or per_device_train_batch_size so that all processes together take as many."
         )
     for name in sorted(earlier.keys() | record.keys()):
-        if not _FREE.fullmatch(name) and earlier.get(name) != record.get(name):
+        may_change = name.startswith(_MAY_CHANGE) and name != _STAYS
+        if not may_change and earlier.get(name) != record.get(name):
             raise RequestError(
                 f"{name} is {record.get(name, 'its default')!r}, but the run to resume has {earlier.get(name, 'its default')!r}; "
                 "give the same, or start a new run in another folder."
