@@ -125,10 +125,10 @@ class Upscaling:
         return ParameterCounts(base, new, total, trainable, fetched, bank)
 
 
-def plan_upscaling(
+def prepare_upscaling(
     request: Request, method: Method, source: Source, needs_weights: bool, plan: Plan | None = None
 ) -> Upscaling:
-    """Open a base, and decide what becomes of it.
+    """Return an `Upscaling` that is checked and ready to be written: its base opened, its layers and tensors planned.
 
     Args:
         request: What was asked for.

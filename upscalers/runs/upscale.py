@@ -23,7 +23,7 @@ from upscalers.record.provenance import Bytes, Done, PushError, UpscaleReport
 from upscalers.request import Progress, Request, one_line, parse_options
 from upscalers.runs.training_cost import training_cost
 from upscalers.runs.writing import CheckpointFolder, write_upscaled
-from upscalers.upscaling import Upscaling, plan_upscaling
+from upscalers.upscaling import Upscaling, prepare_upscaling
 
 
 def upscale(*, progress: Progress | None = None, **keys: Any) -> UpscaleReport:
@@ -63,7 +63,7 @@ def upscale(*, progress: Progress | None = None, **keys: Any) -> UpscaleReport:
             check_account(request.push_to_hub)
 
     with resolve_source(name, config_only=request.dry_run, needs=method.needs) as source:
-        upscaling = plan_upscaling(request, method, source, not request.dry_run, plan)
+        upscaling = prepare_upscaling(request, method, source, not request.dry_run, plan)
         _announce(upscaling, progress)
         if request.dry_run:
             kept_banks = banks_of(upscaling.base.layout.memories)
@@ -103,7 +103,7 @@ def _choose_method(request: Request) -> Method:
 def _plan_before_download(request: Request, method: Method) -> tuple[str, Plan]:
     """Return the Hub's own name of the base, and the plan; refuse what a dry run refuses."""
     with resolve_source(str(request.base), config_only=True, needs=method.needs) as source:
-        plan = plan_upscaling(request, method, source, needs_weights=False).plan
+        plan = prepare_upscaling(request, method, source, needs_weights=False).plan
         return source.hub_id or str(request.base), plan
 
 
