@@ -1,5 +1,8 @@
 """Banks: data of memories in files next to weights, created, copied and counted with them; no torch.
 
+A bank here, in `edits` and in messages is such files. In ops and layers, `bank` and `value_bank` are a tensor among the weights, the
+table with a memory's values, as papers and checkpoints name it.
+
 `memory_files` of a memory's options returns its subclass of `MemoryFiles`, if it has a bank. A model opens and saves its banks by
 services (`midus_hf.memories.hosting.service`).
 """
