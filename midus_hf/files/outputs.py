@@ -217,15 +217,10 @@ _TORCH_CANNOT_WRITE = re.compile("PytorchStreamWriter failed|unexpected pos|iost
 
 
 class DiskWriteError(OSError):
-    """Error of a write that failed because of the disk.
+    """Error of a write that failed because of the disk; `facts`: the file, the reason, and the free space."""
 
-    Args:
-        facts: The file that could not be written, the reason, and the free space.
-        remedy: What to do. Default: free some space, and run the command again.
-    """
-
-    def __init__(self, facts: str, remedy: str = "Free some space there, and run the command again."):
-        super().__init__(f"{facts}. {remedy}")
+    def __init__(self, facts: str):
+        super().__init__(f"{facts}. Free some space there, and run the command again.")
         self.facts = facts
 
 

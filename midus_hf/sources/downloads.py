@@ -26,17 +26,10 @@ _CONNECTION_ERRORS = {
 
 
 class DownloadError(Exception):
-    """Error of a download whose connection broke; commands end with status 1.
+    """Error of a download whose connection broke; `facts`: what was being fetched, and how. Commands end with status 1."""
 
-    Args:
-        facts: What was being fetched, and how the connection broke.
-        remedy: What to do. Default: run the command again, for which whole files are kept.
-    """
-
-    def __init__(
-        self, facts: str, remedy: str = "Files that have come whole are kept: run the command again to fetch the rest."
-    ):
-        super().__init__(f"{facts}. {remedy}")
+    def __init__(self, facts: str):
+        super().__init__(f"{facts}. Files that have come whole are kept: run the command again to fetch the rest.")
         self.facts = facts
 
 
