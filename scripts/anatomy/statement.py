@@ -275,7 +275,7 @@ def _with_blocks(blocks: FetchedLayer, attention: Any, call: _Call, heads: Heads
     added = []
     for row, query in enumerate(_unrotated(attention, call).query):  # [H, T, d]
         keys, values = (
-            torch.cat([level.tensors[name][row] for level in blocks.levels]).transpose(0, 1)  # [K, R, d]
+            torch.cat([level.tensors[name][row] for level in blocks]).transpose(0, 1)  # [K, R, d]
             for name in ("memory_keys", "memory_values")
         )
         keys, values = (part.repeat_interleave(len(query) // len(part), dim=0) for part in (keys, values))

@@ -83,7 +83,7 @@ def test_fetch_gives_each_row_its_blocks(bank):
     ids = torch.tensor([[1, 5, 21], [-1, -1, -1], [0, 1, 5], [1, 5, 20]])
     fetched = bank.fetch(ids, dtype=torch.float64)
     for layer in LAYERS:
-        levels = fetched.blocks_for(layer).levels
+        levels = fetched.blocks_for(layer)
         for level, size, actual in zip((1, 3), (3, 2), levels, strict=True):
             shapes = {name: tensor.shape[1:] for name, tensor in actual.tensors.items()}
             assert shapes == {"gate": (size, 8), "up": (size, 8), "down": (8, size)}
@@ -117,7 +117,7 @@ def test_fetch_of_inference_mode_serves_gradients(bank):
         bank.fetch(ids)
     fetched = bank.fetch(ids)
     weight = torch.ones(3, requires_grad=True)
-    for level in fetched.blocks_for(0).levels:
+    for level in fetched.blocks_for(0):
         assert not any(tensor.is_inference() for tensor in level.tensors.values())
         (level.tensors["gate"][:, :, :3] * weight).sum().backward()
     assert weight.grad.any()

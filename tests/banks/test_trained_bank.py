@@ -39,7 +39,7 @@ def loss_of(fetched, step):
     """Of what rows fetched, with other gradients at every step and for every row."""
     total = torch.zeros((), dtype=torch.float32)
     for layer in (0, 1):
-        for number, level in enumerate(fetched.blocks_for(layer).levels):
+        for number, level in enumerate(fetched.blocks_for(layer)):
             for row, block in enumerate(level.blocks.tolist()):
                 for name, tensor in level.tensors.items():
                     numbers = torch.arange(tensor[0].numel(), dtype=torch.float32).view(tensor.shape[1:])
@@ -133,7 +133,7 @@ def test_fetch_without_gradients_touches_nothing(mode, folder):
     train(bank, steps=[3])  # blocks that were looked at
     with torch.no_grad():
         again = bank.fetch(torch.tensor([[2, 8, 26], [0, 1, 5]]))
-        assert torch.equal(again.blocks_for(0).levels[1].tensors["gate"][1], blocks_of(bank)[3, 5][:4].view(1, 4))
+        assert torch.equal(again.blocks_for(0)[1].tensors["gate"][1], blocks_of(bank)[3, 5][:4].view(1, 4))
     assert again is not fetched
 
 

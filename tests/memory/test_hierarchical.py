@@ -62,7 +62,7 @@ PROJECTIONS = [(kind, role) for kind, roles in WIDTHS.items() for role in roles]
 
 
 def blocks_of_row(fetched, layer, row):
-    for level in fetched.blocks_for(layer).levels:
+    for level in fetched.blocks_for(layer):
         block = level.blocks[row].item()
         yield {name: tensor[block] for name, tensor in level.tensors.items()}
 
@@ -176,7 +176,7 @@ def test_narrow_dtypes_stay_near_and_keep_their_dtype(kind):
 def test_fetched_batch_on_its_device_is_not_copied():
     fetched = fetch("hier-kv")
     assert fetched.to("cpu") is fetched
-    for level in fetched.to("meta").blocks_for(1).levels:
+    for level in fetched.to("meta").blocks_for(1):
         assert all(tensor.is_meta for tensor in (*level.tensors.values(), level.blocks))
 
 

@@ -13,6 +13,7 @@ import midus_hf  # noqa: F401 - registers the classes
 from midus_hf.anatomy.types import MAIN_TYPES
 from midus_hf.config.errors import RequestError, first_few
 from midus_hf.memories.hierarchical.options import block_layouts
+from midus_hf.memories.hosting.layer import get_hidden_states
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.models.saved_models import auto_class_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -54,7 +55,9 @@ class RunningModel:
                 layers[index].register_forward_pre_hook(lambda _, inputs, stream=stream: (stream, *inputs[1:]))
             )
         for number, layer in enumerate(layers, 1):
-            handles.append(layer.register_forward_hook(lambda *call, number=number: see(number, _stream(call[-1]))))
+            handles.append(
+                layer.register_forward_hook(lambda *call, number=number: see(number, get_hidden_states(call[-1])))
+            )
         try:
             with torch.no_grad():
                 fetched = {} if self._path is None else {"memory_ids": torch.tensor([self._path] * len(tokens))}
@@ -99,10 +102,6 @@ class StreamedModel(RunningModel):
             offload_buffers=True,
             weights_map=_StoredWeights(_places(model, tensors)),
         )
-
-
-def _stream(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return output if isinstance(output, torch.Tensor) else output[0]
 
 
 def _path_of_last_leaf(config: Any) -> tuple[int, ...] | None:

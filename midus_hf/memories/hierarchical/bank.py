@@ -47,11 +47,8 @@ class FetchedLevel:
     blocks: torch.Tensor
 
 
-@dataclass(frozen=True)
-class FetchedLayer:
-    """Blocks for one layer."""
-
-    levels: tuple[FetchedLevel, ...]
+# Blocks for one layer, by level.
+FetchedLayer = tuple[FetchedLevel, ...]
 
 
 class FetchedBatch:
@@ -70,9 +67,7 @@ class FetchedBatch:
                 of_layer = tensors.setdefault((field.layer, level), {})
                 of_layer[field.name] = part.view(len(part), *field.tensor.shape)
         self._layers = {
-            layer: FetchedLayer(
-                tuple(FetchedLevel(tensors[layer, level], self.blocks[level]) for level in layout.records)
-            )
+            layer: tuple(FetchedLevel(tensors[layer, level], self.blocks[level]) for level in layout.records)
             for layer in layout.layers
         }
 

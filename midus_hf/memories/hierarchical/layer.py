@@ -46,7 +46,7 @@ class HierFFN(FetchingMemory):
         Blocks are `gate`, `up` `[U, r, D]` and `down` `[U, D, r]`.
         """
         added = None
-        for level in fetched.levels:
+        for level in fetched:
             gate, up, down = (level.tensors[name] for name in ("gate", "up", "down"))
             units = self.activation(block_linear(hidden_states, gate, level.blocks))
             units = units * block_linear(hidden_states, up, level.blocks)  # [B, T, r]
@@ -68,7 +68,7 @@ class HierLora(FetchingMemory):
 
         For x `[B, T, i]` and W x, blocks of the projection's role are `{role}_down` `[U, r, i]`, A, and `{role}_up` `[U, o, r]`, B.
         """
-        for level in fetched.levels:
+        for level in fetched:
             narrow = block_linear(read, level.tensors[f"{projection}_down"], level.blocks)
             wide = block_linear(narrow, level.tensors[f"{projection}_up"], level.blocks)
             output = output + self.options.alpha * wide.to(output.dtype)
@@ -129,7 +129,7 @@ class HierKV(FetchingMemory):
             fetched: Blocks that the rows fetched: `memory_keys`, `memory_values` `[U, r, K, d]`.
         """
         batch, heads, tokens, width = unrotated.shape
-        kv_heads = fetched.levels[0].tensors["memory_keys"].shape[2]
+        kv_heads = fetched[0].tensors["memory_keys"].shape[2]
         grouped = unrotated.view(batch, kv_heads, heads // kv_heads, tokens, width)
         keys, values = (_rows_of(fetched, name, unrotated.dtype) for name in ("memory_keys", "memory_values"))
         wide = torch.promote_types(unrotated.dtype, torch.float32)
@@ -143,7 +143,7 @@ class HierKV(FetchingMemory):
 def _rows_of(fetched: FetchedLayer, name: str, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of the blocks of each row, `[B, R, K, d]`, those of all levels side by side."""
     rows = []
-    for level in fetched.levels:
+    for level in fetched:
         tensor = level.tensors[name]
         of_rows = tensor.expand(len(level.blocks), *tensor.shape[1:]) if len(tensor) == 1 else tensor[level.blocks]
         rows.append(of_rows.to(dtype))
