@@ -328,6 +328,7 @@ def answer_touched(asked: Model, documents: dict[str, list[str]], prove: bool) -
 
     from midus_hf.look import touched as where_read
     from midus_hf.memories.engram.known_ngrams import check_certificate, read_certificate
+    from midus_hf.sources.characters import texts_digest
     from midus_hf.sources.names import usable_device
     from midus_hf.sources.tokenizers import load_tokenizer
 
@@ -360,7 +361,7 @@ def answer_touched(asked: Model, documents: dict[str, list[str]], prove: bool) -
             "certificate": certificate,
             "rows": rows,
             "proven": proven,
-            "sha256": {name: where_read.texts_digest(texts) for name, texts in documents.items()},
+            "sha256": {name: texts_digest(texts) for name, texts in documents.items()},
         },
         tables=[where_read.touched_table(rows)],
         how_to_read=where_read.HOW_TO_READ,

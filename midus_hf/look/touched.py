@@ -9,10 +9,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from midus_hf.config.errors import RequestError
 from midus_hf.look.page import Row, TextTable, table_of
-from midus_hf.memories.engram.known_ngrams import KnownNgrams, exact_tables, sorted_tensors, texts_digest
+from midus_hf.memories.engram.known_ngrams import KnownNgrams, exact_tables, sorted_tensors
 from midus_hf.memories.packs.glossary import Glossary, read_glossary
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.registry import TABLES, Memories
+from midus_hf.sources.characters import texts_digest
 from midus_hf.training.protection import compare_texts
 
 HOW_TO_READ = (

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import TREE_COLUMN
 from midus_hf.files.checkpoint_files import read_json
-from midus_hf.files.outputs import atomic_write
+from midus_hf.files.outputs import write_text
 from midus_hf.sources.characters import visible_text
 from midus_hf.topics.building import unit_rows
 from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
@@ -168,9 +168,8 @@ class TopicNames:
 
     def save(self, folder: Path) -> None:
         """Write the names into a folder of windows."""
-        with atomic_write(folder / NAMES_FILE) as partial:
-            record = {"columns": self.columns, "names": self.names}
-            partial.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        record = {"columns": self.columns, "names": self.names}
+        write_text(folder / NAMES_FILE, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> "TopicNames | None":

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.files.checkpoint_files import read_json
-from midus_hf.files.outputs import atomic_write, convert_disk_errors, exclusive
+from midus_hf.files.outputs import atomic_write, convert_disk_errors, exclusive, write_text
+from midus_hf.sources.characters import texts_digest
 from midus_hf.sources.tokenizers import load_tokenizer
 from midus_hf.topics.memory_retriever import TextEmbedder
 from midus_hf.topics.tree import ClusterTree, lasting_name
@@ -154,7 +155,7 @@ def open_windows(folder: Path) -> StoredWindows:
 def windows_of_corpus(folder: Path, rows: "Dataset", column: str) -> StoredWindows | None:
     """Return the stored windows if they were cut from the texts of a corpus, else None."""
     record = _whole_record(folder)
-    is_same = record is not None and record["request"].get("texts") == _texts_digest(rows, column)
+    is_same = record is not None and record["request"].get("texts") == texts_digest(rows[column])
     return open_windows(folder) if is_same else None
 
 
@@ -175,17 +176,8 @@ def _request(
         "window_tokens": window_tokens,
         "corpus": lasting_name(corpus),
         "column": column,
-        "texts": _texts_digest(rows, column),
+        "texts": texts_digest(rows[column]),
     }
-
-
-def _texts_digest(rows: "Dataset", column: str) -> str:
-    """Return the SHA-256 of the texts of a corpus, each prefixed by its length in bytes."""
-    digest = hashlib.sha256()
-    for text in rows[column]:
-        encoded = text.encode()
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return digest.hexdigest()
 
 
 def only_run(folder: Path) -> AbstractContextManager[None]:
@@ -210,5 +202,4 @@ def _whole_record(folder: Path) -> dict[str, Any] | None:
 
 
 def _write_record(folder: Path, record: dict[str, Any]) -> None:
-    with atomic_write(folder / _RECORD) as partial:
-        partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / _RECORD, json.dumps(record, indent=2) + "\n")

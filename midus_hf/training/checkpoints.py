@@ -25,7 +25,7 @@ from midus_hf.files.checkpoint_files import (
     TRAINED_FILE,
     TRAINER_STATE,
 )
-from midus_hf.files.outputs import atomic_write
+from midus_hf.files.outputs import write_text
 from midus_hf.memories.engram.known_ngrams import SAVING_KEYS
 from midus_hf.memories.hosting.service import BankService
 
@@ -188,8 +188,7 @@ def finish_checkpoint(checkpoint: Path) -> None:
     """Write the manifest, with sizes and digests of all other files, that makes a checkpoint complete."""
     files = {path.relative_to(checkpoint).as_posix(): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
     manifest = {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in files.items()}
-    with atomic_write(checkpoint / MANIFEST_FILE) as partial:
-        partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    write_text(checkpoint / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
 
 
 def digest_model(model: PreTrainedModel, arguments: Any) -> Digests:

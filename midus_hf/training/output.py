@@ -32,7 +32,7 @@ from midus_hf.files.checkpoint_files import (
     RUN_CONFIG,
     TRAINER_STATE,
 )
-from midus_hf.files.outputs import DiskWriteError, atomic_write, convert_disk_errors, exclusive
+from midus_hf.files.outputs import DiskWriteError, convert_disk_errors, exclusive, write_text
 from midus_hf.files.secrets import for_record
 from midus_hf.models.view import has_adapters
 from midus_hf.sources.downloads import connection_errors
@@ -136,8 +136,7 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
 
 def write_run_config(arguments: Any, rates: Mapping[str, float] | None = None) -> None:
     """Write the keys of a run into its folder; `rates` are those of the run to resume, if it measured them."""
-    with atomic_write(Path(arguments.output_dir) / RUN_CONFIG) as partial:
-        partial.write_text(write_yaml({**_record(arguments), **(rates or {})}), encoding="utf-8")
+    write_text(Path(arguments.output_dir) / RUN_CONFIG, write_yaml({**_record(arguments), **(rates or {})}))
 
 
 def rates_in(path: Path) -> dict[str, float]:

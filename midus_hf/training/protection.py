@@ -18,19 +18,19 @@ from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.files.cards import PROTECTED_HEADING, read_card, without_section, write_card
 from midus_hf.files.checkpoint_files import CERTIFICATE, TRAINED_FILE
-from midus_hf.files.outputs import atomic_write
+from midus_hf.files.outputs import write_text
 from midus_hf.memories.engram.known_ngrams import (
     REMOVED_NGRAM,
     digests_of,
     known_ngrams,
     named_tables,
     remove_ngrams,
-    texts_digest,
     trained_tables,
 )
 from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
+from midus_hf.sources.characters import texts_digest
 from midus_hf.sources.progress import show_progress
 from midus_hf.sources.tokenizers import without_suffix_tokens
 
@@ -108,8 +108,7 @@ class Protection:
             **beside,
             "computed": computed,
         }
-        with atomic_write(folder / CERTIFICATE) as unfinished:
-            unfinished.write_text(json.dumps(certificate, indent=2) + "\n", encoding="utf-8")
+        write_text(folder / CERTIFICATE, json.dumps(certificate, indent=2) + "\n")
         card = read_card(folder)
         if card is not None:
             write_card(folder, without_section(card, PROTECTED_HEADING) + _section(texts, self.counts))

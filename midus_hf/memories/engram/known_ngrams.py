@@ -157,15 +157,6 @@ def _belongs_to(name: str, memory: str) -> bool:
     return f".{ATTACHED}.{memory}." in name or f"{TABLES}.{memory}." in name
 
 
-def texts_digest(documents: Sequence[str]) -> str:
-    """Return the SHA-256 of documents, in order, each prefixed by its length."""
-    digest = hashlib.sha256()
-    for document in documents:
-        content = document.encode("utf-8", errors="surrogatepass")
-        digest.update(len(content).to_bytes(8, "little") + content)
-    return digest.hexdigest()
-
-
 def digests_of(folder: Path, memories: Mapping[str, Any], tokenizer: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Return SHA-256 of each memory's table in a saved model, and of what else certified texts depend on."""
     tables = {name: f"{TABLES}.{name}." for name in memories}

@@ -19,7 +19,7 @@ import torch
 
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, TREE_FILES, parse_json
-from midus_hf.files.outputs import atomic_write
+from midus_hf.files.outputs import atomic_write, write_text
 from midus_hf.memories.hierarchical.options import BankLayout, level_file
 from midus_hf.memories.options import package_only
 
@@ -396,8 +396,7 @@ def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtyp
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
     """Write a bank's description, which marks the bank as complete, and is written last."""
-    with atomic_write(folder / BANK_DESCRIPTION) as partial:
-        partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / BANK_DESCRIPTION, json.dumps(description, indent=2) + "\n")
 
 
 def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from midus_hf.anatomy.types import (
     user_cache,
 )
 from midus_hf.config.errors import RequestError
-from midus_hf.files.outputs import atomic_write
+from midus_hf.files.outputs import write_text
 from midus_hf.memories.hosting.parts import LayerNames
 from midus_hf.models.families import FAMILIES, HEAD_KINDS
 
@@ -112,8 +112,7 @@ def _write_source(model_type: str, source: str) -> str:
         path = cache / "families" / digest / path.name
         if not path.is_file() or path.read_text(encoding="utf-8") != source:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as partial:
-                partial.write_text(source, encoding="utf-8")
+            write_text(path, source)
     return str(path)
 
 
