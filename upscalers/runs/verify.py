@@ -16,6 +16,7 @@ from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.hosting.layer import get_hidden_states
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.models.saved_models import auto_class_of
+from midus_hf.models.view import temporary_hooks
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, read_tensor
 from upscalers.plan import Base, Plan
@@ -43,28 +44,19 @@ class RunningModel:
     ) -> torch.Tensor:
         """Return logits `[B, T, V]`; `see` gets i and the stream after the i-th layer, 0 before all."""
         layers = self._stack.layers
-        # Llama 4 moves ids to its embedding's device, the meta device until the embedding is called.
-        handles = [
-            self._model.get_input_embeddings().register_forward_pre_hook(
-                lambda _, inputs: (tokens,) if inputs[0].is_meta else None
-            ),
-            layers[0].register_forward_pre_hook(lambda _, inputs: see(0, inputs[0])),
-        ]
-        for index, stream in (entering or {}).items():
-            handles.append(
-                layers[index].register_forward_pre_hook(lambda _, inputs, stream=stream: (stream, *inputs[1:]))
-            )
-        for number, layer in enumerate(layers, 1):
-            handles.append(
-                layer.register_forward_hook(lambda *call, number=number: see(number, get_hidden_states(call[-1])))
-            )
-        try:
-            with torch.no_grad():
-                fetched = {} if self._path is None else {"memory_ids": torch.tensor([self._path] * len(tokens))}
-                return self._model(tokens, use_cache=False, **fetched).logits
-        finally:
-            for handle in handles:
-                handle.remove()
+        embedding = self._model.get_input_embeddings()
+        with temporary_hooks() as hold, torch.no_grad():
+            # Llama 4 moves ids to its embedding's device, the meta device until the embedding is called.
+            hold(embedding.register_forward_pre_hook(lambda _, inputs: (tokens,) if inputs[0].is_meta else None))
+            hold(layers[0].register_forward_pre_hook(lambda _, inputs: see(0, inputs[0])))
+            for index, stream in (entering or {}).items():
+                hold(layers[index].register_forward_pre_hook(lambda _, inputs, stream=stream: (stream, *inputs[1:])))
+            for number, layer in enumerate(layers, 1):
+                hold(
+                    layer.register_forward_hook(lambda *call, number=number: see(number, get_hidden_states(call[-1])))
+                )
+            fetched = {} if self._path is None else {"memory_ids": torch.tensor([self._path] * len(tokens))}
+            return self._model(tokens, use_cache=False, **fetched).logits
 
 
 class LoadedModel(RunningModel):
