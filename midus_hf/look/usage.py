@@ -11,7 +11,7 @@ from torch import nn
 
 from midus_hf.config.errors import RequestError
 from midus_hf.look.page import Panel, Row, TextTable, curves, table_of
-from midus_hf.memories.hierarchical.bank import GENERIC
+from midus_hf.memories.hierarchical.options import GENERIC
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.models.view import hosted_memories, lacking, temporary_hooks
 from midus_hf.ops.dispatch.private_torch import is_in_backward

@@ -14,7 +14,7 @@ from midus_hf.config.yaml_options import read_mapping
 from midus_hf.files.checkpoint_files import BANKS_FOLDER, RUN_CONFIG
 from midus_hf.memories.bank import bank_patterns, banks_of
 from midus_hf.memories.hierarchical.bank_files import BlockFiles
-from midus_hf.memories.hierarchical.options import BankLayout, HierarchicalOptions, block_layouts, level_file
+from midus_hf.memories.hierarchical.options import GENERIC, BankLayout, HierarchicalOptions, block_layouts, level_file
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.checkpoint_edit import EditRequest, copied_for_edit
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 # A level from 1, and the number of the node within it from 0; -1 for the generic memory.
 Node = tuple[int, int]
-
-GENERIC = -1
 
 _NODE = re.compile(r"([1-9]\d*):(\d+|generic)")
 

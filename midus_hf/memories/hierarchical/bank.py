@@ -20,12 +20,11 @@ import torch
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, TREE_FILES, parse_json
 from midus_hf.files.outputs import atomic_write, write_text
-from midus_hf.memories.hierarchical.options import BankLayout, level_file
+from midus_hf.memories.hierarchical.options import GENERIC, BankLayout, level_file
 from midus_hf.memories.options import package_only
 
 __all__ = ["MemoryBank"]
 
-GENERIC = -1
 # Level of a block, counted from 1, and its node; -1 for the generic memory.
 BlockKey = tuple[int, int]
 Records = Mapping[BlockKey, Callable[[], torch.Tensor]]

@@ -9,8 +9,8 @@ import torch
 
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from midus_hf.memories.hierarchical.bank import GENERIC, FetchedBatch, MemoryBank
-from midus_hf.memories.hierarchical.options import BankLayout, block_layouts
+from midus_hf.memories.hierarchical.bank import FetchedBatch, MemoryBank
+from midus_hf.memories.hierarchical.options import GENERIC, BankLayout, block_layouts
 from midus_hf.memories.hosting.parts import Keywords
 from midus_hf.memories.hosting.service import BankService, HostStack
 from midus_hf.memories.module import MemoryModule

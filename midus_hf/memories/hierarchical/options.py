@@ -12,6 +12,9 @@ from midus_hf.memories.flops import ACTIVATIONS, attention_products, attention_w
 from midus_hf.memories.options import MemoryOptions, definition_in, head_projections, package_only
 from midus_hf.memories.registry import Memories, register_memory
 
+# Number of the node of a generic memory.
+GENERIC = -1
+
 _BLOCK_STD = 0.02
 _MAX_LEAVES = 2**63
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import BLOCK_STATES, TREE_FILES, read_json
-from midus_hf.memories.hierarchical.bank import GENERIC, BlockKey, BlockReader, MemoryBank
+from midus_hf.memories.hierarchical.bank import BlockKey, BlockReader, MemoryBank
 from midus_hf.memories.hierarchical.fetching import IDS, Banks
-from midus_hf.memories.hierarchical.options import level_file
+from midus_hf.memories.hierarchical.options import GENERIC, level_file
 
 # Name of the optimizer's group for blocks: it has no parameters, only the rate and the decay of blocks.
 BLOCKS_GROUP = "blocks"
