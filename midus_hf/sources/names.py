@@ -30,7 +30,7 @@ MERGE_ADAPTER = (
 )
 _LONGEST_REASON = 400
 _BUSY = (408, 429)  # statuses of a Hub that answers later
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def check_model_name(key: str, name: str) -> None:
@@ -53,7 +53,7 @@ def check_model_name(key: str, name: str) -> None:
         raise RequestError(f"{key} is {name!r}, {gguf_refusal(path)}")
     elif path.exists():
         raise RequestError(f"{key} is {name!r}, a file; expected the folder of a model, or its Hub id.")
-    elif not _HUB_ID.fullmatch(name):
+    elif not HUB_ID.fullmatch(name):
         raise RequestError(f"{key} is {name!r}, which does not exist; expected the folder of a model, or its Hub id.")
     else:
         check_hub_id(key, name)
@@ -73,7 +73,7 @@ def check_sources(sources: Iterable[tuple[str, str]]) -> None:
             continue
         expected = _EXPECTED_SOURCES.get(key, "a file, a folder or a dataset id")
         may_be_id = (
-            expected.endswith("id") and _HUB_ID.fullmatch(name) and Path(name).suffix.lower() not in _FILE_SUFFIXES
+            expected.endswith("id") and HUB_ID.fullmatch(name) and Path(name).suffix.lower() not in _FILE_SUFFIXES
         )
         if not may_be_id and not Path(name).expanduser().exists():
             raise RequestError(f"{key} is {name!r}, which does not exist; expected {expected}.")

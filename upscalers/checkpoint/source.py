@@ -2,7 +2,6 @@
 
 import contextlib
 import glob
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,11 +31,10 @@ from midus_hf.files.checkpoint_files import (
 )
 from midus_hf.memories.bank import MemoryFiles, bank_patterns
 from midus_hf.sources.downloads import fetching
-from midus_hf.sources.names import answer_of_hub, gguf_refusal
+from midus_hf.sources.names import HUB_ID, answer_of_hub, gguf_refusal
 from upscalers.checkpoint.safetensors_format import missing_weights
 from upscalers.request import Progress, one_line
 
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 # What `open_base` reads of a checkpoint without weights.
 _CONFIGS = (CONFIG_FILE, RECORD_FILE, ADAPTER_CONFIG)
 _ANY_FOLDER = "*/*"
@@ -91,7 +89,7 @@ def resolve_source(base: str, config_only: bool = False, needs: Sequence[Kind] =
         raise RequestError(
             f"{name!r} is a file; expected a folder, a config.json or a hub id. Give the folder of the checkpoint."
         )
-    elif _HUB_ID.match(name):
+    elif HUB_ID.fullmatch(name):
         folder = _download(name, after or None, config_only, needs)
         yield Source(name, folder, revision=folder.name)
     else:
