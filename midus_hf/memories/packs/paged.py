@@ -243,12 +243,6 @@ class PagedPacksService(Service):
         refusal = next(filter(None, map(native_refusal, self.layouts.values())), None)
         return cache.dtype == self.model.dtype and resolve("auto", cache, native_refusal=refusal) == "native"
 
-    def attend(
-        self, output: torch.Tensor, query: torch.Tensor, reads: TorchReads | NativeReads, layer: str, index: int
-    ) -> None:
-        """Overwrite rows of tokens that read packs, by a layer and its number among those with packs."""
-        reads.attend(output, query, index, self.attentions[index], self.layouts[layer])
-
     def _begin(self) -> None:
         settings = self.settings
         options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
@@ -317,7 +311,7 @@ def attend_again(
     """Overwrite rows of tokens that read packs in attention's output `[T, H d]`, from queries `[H, T, d]`."""
     service, reads = pass_storage()[f"midus.{name}"]
     if reads is not None:
-        service.attend(output, query, reads, layer, index)
+        reads.attend(output, query, index, service.attentions[index], service.layouts[layer])
 
 
 @attend_again.register_fake
