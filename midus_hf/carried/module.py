@@ -36,8 +36,8 @@ SHA-256 of what follows: {digest}
 """
 
 '''
-# Decorators that enter a definition in a table that does not travel.
 _REFERENCE = "reference_"  # prefix of the function in plain PyTorch that is the contract of an op
+# Decorators that enter a definition in a table that does not travel.
 _MARKS = re.compile(r"^@register_(composite_)?family\n", flags=re.MULTILINE)
 
 

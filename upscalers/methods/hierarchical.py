@@ -25,7 +25,6 @@ class FetchedMemoryMethod(AttachedMemoryMethod):
         booktitle="International Conference on Learning Representations",
     )
     identity = True
-    default_layers = "all"
 
 
 @register_method("hier-ffn")

@@ -24,7 +24,6 @@ class MoDA(AttachedMemoryMethod):
     )
     identity = True
     memory_options = ModaOptions
-    default_layers = "all"
 
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)

@@ -24,7 +24,6 @@ class UltraMemV2(AttachedMemoryMethod):
     )
     identity = True
     memory_options = UltraMemV2Options
-    default_layers = "all"
 
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
