@@ -54,7 +54,9 @@ class TextRows:
         return int(self.lengths.sum())
 
     def batches(self, batch_size: int) -> list["TextRows"]:
-        """Return the text in batches of `batch_size` rows; the last batch may have fewer rows."""
+        """Return the text in batches of `batch_size` rows, 1 or more; the last batch may have fewer rows."""
+        if batch_size < 1:
+            raise RequestError(f"batch_size is {batch_size}; expected 1 or more rows.")
         parts = [slice(first, first + batch_size) for first in range(0, len(self.rows), batch_size)]
         return [
             replace(self, rows=self.rows[part], documents=self.documents[part], num_bytes=self.num_bytes[part])

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
-from midus_hf.config.errors import RequestError, as_request_error, install_extra
+from midus_hf.config.errors import RequestError, as_request_error, first_line, install_extra, print_note
 from midus_hf.files.checkpoint_files import ACCOMPANYING, CARD_FILE, CONFIG, refuse_lfs_pointers
 from midus_hf.memories.packs.options import has_glossary
 from midus_hf.models.host import MemoryConfig
@@ -245,7 +245,10 @@ def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrai
         try:
             with fetching(source):
                 folder = Path(snapshot_download(source, allow_patterns=list(ACCOMPANYING)))
-        except (HfHubHTTPError, OSError):
+        except (HfHubHTTPError, OSError) as error:
+            print_note(
+                f"the card and terms of {source} were not fetched, and are not saved with the model: {first_line(error)}"
+            )
             return model, {}
     paths = sorted(path for pattern in ACCOMPANYING for path in folder.glob(pattern) if path.is_file())
     return model, {path.name: path.read_bytes() for path in paths}

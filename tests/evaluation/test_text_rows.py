@@ -81,6 +81,12 @@ def test_every_token_is_predicted_once_or_max_tokens_of_them(length, sequence_le
     assert len(some.rows) >= min(len(every.rows), max_tokens // sequence_length)
 
 
+def test_batch_without_rows_is_refused():
+    text = text_rows("text", [words(3, 4, 5)], tiny_tokenizer(), CONFIG)
+    with pytest.raises(ValueError, match="batch_size is 0; expected 1 or more rows"):
+        row_losses(tiny_model("llama"), text, batch_size=0)
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_losses_are_those_of_single_rows(batch_size):
     model = tiny_model("llama", attention_dropout=0.5).train()

@@ -76,6 +76,8 @@ def test_cropping_beyond_the_state_is_refused():
         run(memory, 0, 12, state=state)
     with pytest.raises(ValueError, match="65 tokens are taken back, more than the memory 'ngram' keeps"):
         state.crop(-65)
+    with pytest.raises(ValueError, match="65 tokens are taken back"):
+        _ = state.kept
 
 
 def test_padding_at_the_end_is_taken_back_with_its_place(memory):

@@ -106,7 +106,7 @@ def test_example_on_the_card_of_a_new_model_runs(corpus, upscaled, tmp_path, mon
     assert len(capsys.readouterr().out.split("\n")[-2].split()) > 20
 
 
-def test_only_accompanying_files_are_fetched_from_the_hub(tmp_path, monkeypatch):
+def test_only_accompanying_files_are_fetched_from_the_hub(tmp_path, monkeypatch, capsys):
     download = Mock(side_effect=[str(tmp_path), OSError("it cannot be reached")])
     monkeypatch.setattr(prepare, "snapshot_download", download)
     monkeypatch.setattr(prepare, "load_model", lambda *_, **__: ("model", []))
@@ -116,7 +116,10 @@ def test_only_accompanying_files_are_fetched_from_the_hub(tmp_path, monkeypatch)
     accompanying = {name: name.encode() for name in ("README.md", "LICENSE", "USE_POLICY.md")}
     assert prepare.load_for_training(arguments, None) == ("model", accompanying)
     download.assert_called_once_with("owner/name", allow_patterns=["upscale.json", "README.md", *TERMS])
+    assert not capsys.readouterr().err
     assert prepare.load_for_training(arguments, None) == ("model", {})
+    said = "the card and terms of owner/name were not fetched, and are not saved with the model: it cannot be reached"
+    assert said in capsys.readouterr().err
 
 
 def test_inconsistent_generation_config_is_kept(model, config_for, tmp_path):

@@ -84,7 +84,9 @@ class MemoryState:
         self.is_sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
         self._first_layer, self._rollback = layers[0] if layers else None, rollback
         self._tensors: dict[str, torch.Tensor] = {}
-        self._is_empty, self._is_cropped = True, False
+        self._is_empty = True
+        # Why tokens could not be taken back, after which the state is not to be read.
+        self._failed: RequestError | None = None
         # What rows share, such as keys and values of texts that several have open.
         self.shared: dict[str, Any] = {}
         #: How often rows were selected or repeated, tokens taken back, or everything forgotten.
@@ -93,8 +95,8 @@ class MemoryState:
     @property
     def kept(self) -> Mapping[str, torch.Tensor]:
         """The kept tensors by name, `[B, ...]`; empty at first. Refused if tokens cannot be taken back."""
-        if self._is_cropped:
-            raise crop_error(self.name)
+        if self._failed is not None:
+            raise self._failed
         return {} if self._is_empty else self._tensors
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -121,7 +123,7 @@ class MemoryState:
 
     def reset(self) -> None:
         """Forget everything, so that another sequence can begin."""
-        self._is_empty, self._is_cropped = True, False
+        self._is_empty, self._failed = True, None
         self.shared.clear()
         self.changes += 1
 
@@ -142,16 +144,16 @@ class MemoryState:
     def crop(self, tokens: int) -> None:
         """Take back the last tokens, or raise a `RequestError` if the state cannot be cropped."""
         if tokens != 0 and not self.is_croppable:
-            self._is_cropped = True
-            raise crop_error(self.name)
+            self._failed = crop_error(self.name)
+            raise self._failed
         if self._rollback is not None and tokens and not self._is_empty:
             left = self._rollback(self._tensors, abs(tokens))
             if left is None:
-                self._is_cropped = True
-                raise RequestError(
+                self._failed = RequestError(
                     f"{abs(tokens)} tokens are taken back, more than the memory {self.name!r} keeps for it; expected fewer. Draft "
                     "fewer tokens at a time (num_assistant_tokens)."
                 )
+                raise self._failed
             self.changes += 1
             self.keep(left)  # in place, since compiled steps need fixed addresses
 
