@@ -86,7 +86,7 @@ class MemoryState:
         self._tensors: dict[str, torch.Tensor] = {}
         self._is_empty = True
         # Why tokens could not be taken back, after which the state is not to be read.
-        self._failed: RequestError | None = None
+        self._refusal: str | None = None
         # What rows share, such as keys and values of texts that several have open.
         self.shared: dict[str, Any] = {}
         #: How often rows were selected or repeated, tokens taken back, or everything forgotten.
@@ -95,8 +95,8 @@ class MemoryState:
     @property
     def kept(self) -> Mapping[str, torch.Tensor]:
         """The kept tensors by name, `[B, ...]`; empty at first. Refused if tokens cannot be taken back."""
-        if self._failed is not None:
-            raise self._failed
+        if self._refusal is not None:
+            raise RequestError(self._refusal)
         return {} if self._is_empty else self._tensors
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -123,7 +123,7 @@ class MemoryState:
 
     def reset(self) -> None:
         """Forget everything, so that another sequence can begin."""
-        self._is_empty, self._failed = True, None
+        self._is_empty, self._refusal = True, None
         self.shared.clear()
         self.changes += 1
 
@@ -144,16 +144,17 @@ class MemoryState:
     def crop(self, tokens: int) -> None:
         """Take back the last tokens, or raise a `RequestError` if the state cannot be cropped."""
         if tokens != 0 and not self.is_croppable:
-            self._failed = crop_error(self.name)
-            raise self._failed
+            error = crop_error(self.name)
+            self._refusal = str(error)
+            raise error
         if self._rollback is not None and tokens and not self._is_empty:
             left = self._rollback(self._tensors, abs(tokens))
             if left is None:
-                self._failed = RequestError(
+                self._refusal = (
                     f"{abs(tokens)} tokens are taken back, more than the memory {self.name!r} keeps for it; expected fewer. Draft "
                     "fewer tokens at a time (num_assistant_tokens)."
                 )
-                raise self._failed
+                raise RequestError(self._refusal)
             self.changes += 1
             self.keep(left)  # in place, since compiled steps need fixed addresses
 
