@@ -122,6 +122,14 @@ def test_a_second_upscaling_and_strip_keep_the_glossary(method, model, tmp_path)
         assert torch.equal(logits(tmp_path / name, [5, 50, 51]), logits(model, [5, 50, 51]))
 
 
+def test_a_checkpoint_without_its_glossary_is_refused(model, tmp_path):
+    without = shutil.copytree(model, tmp_path / "without")
+    (without / "glossary.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"there is no glossary\.jsonl in .*without; expected one next to the weights"):
+        upscale(base=without, method="llama-pro", output=tmp_path / "more")
+    assert not (tmp_path / "more").exists()
+
+
 def test_reports_promise_the_base_without_names_only(base, model, tmp_path, capsys):
     def shown(*words):
         upscale_command([*map(str, words)])

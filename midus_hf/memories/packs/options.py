@@ -81,9 +81,13 @@ class GlossaryFile(MemoryFiles):
         (folder / GLOSSARY_FILE).write_bytes(b"")
 
     def copy(self, source: Path, folder: Path) -> None:
-        """Copy the glossary; if there is none, create one without entries."""
+        """Copy the glossary; a `RequestError` if there is none."""
         path = source / GLOSSARY_FILE
-        (folder / GLOSSARY_FILE).write_bytes(path.read_bytes() if path.is_file() else b"")
+        if not path.is_file():
+            raise RequestError(
+                f"there is no {GLOSSARY_FILE} in {source}; expected one next to the weights. Copy the model's whole folder."
+            )
+        (folder / GLOSSARY_FILE).write_bytes(path.read_bytes())
 
 
 def has_glossary(memories: Memories) -> bool:
