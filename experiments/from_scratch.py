@@ -7,7 +7,8 @@
 The models are `configs/scratch/NAME.json`, all with the keys of `configs/scratch/train.yaml`. The text is a dictionary of English
 (GCIDE) with a BPE tokenizer of 8,192 tokens that is trained on it; no headword is both learned and measured. Each run is a `midus
 train` that a person could type, which the same command resumes; its losses are a file in `experiments/results/from-scratch`. A
-model is listed beside the one that it is compared with, of equal cost or equal parameters.
+model is listed beside the one that it is compared with, of equal cost or equal parameters. In runs named `...-apart`, tokens
+attend within their entries: a model that fetches blocks by topic reads sequences of one topic, which would help it otherwise.
 """
 
 import argparse
@@ -25,18 +26,23 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from material.dictionaries import gcide
+from material.minilm import minilm
 from midus_hf.compare.run import code_version
 from midus_hf.look.page import as_png, new_figure
+from midus_hf.topics.tree import RECORD_FILE
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "scratch"
 RESULTS = Path(__file__).parent / "results" / "from-scratch"
 _VOCABULARY = 8192
 _END = "<|endoftext|>"
+_APART = "-apart"
+_BRANCHING = 8  # of the tree of topics, as in the config of the model that fetches blocks
+_LEVELS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What a paper says of a model beside another one, both by the names of their configs."""
+    """What a paper says of a model beside another one, both by the names of their runs."""
 
     model: str
     beside: str
@@ -54,6 +60,8 @@ CLAIMS = (
     Claim("moda", "dense-564", "FLOPs and parameters", "better; least with norms in front"),
     Claim("olmo2-moda", "olmo2-564", "FLOPs and parameters", "better"),
     Claim("engram", "dense-704", "parameters", "better"),
+    Claim("hier-ffn-apart", "dense-564-apart", "FLOPs", "better"),
+    Claim("hier-ffn-apart", "dense-twice-apart", "nothing: half of it, and a bank", "as good as twice the size"),
 )
 
 
@@ -76,6 +84,11 @@ def models_of(claims: Iterable[Claim]) -> list[str]:
     return list(dict.fromkeys(["dense", *(name for claim in claims for name in (claim.beside, claim.model))]))
 
 
+def config_of(model: str) -> Path:
+    """Return the config of a run's model."""
+    return CONFIGS / f"{model.removesuffix(_APART)}.json"
+
+
 def make_tokenizer(folder: Path, texts: Iterable[str]) -> None:
     """Train a byte-level BPE on texts, unless the folder has one."""
     if folder.exists():
@@ -89,17 +102,46 @@ def make_tokenizer(folder: Path, texts: Iterable[str]) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END).save_pretrained(folder)
 
 
+def assign_topics(work: Path, texts: Path) -> Path:
+    """Cluster the entries to train on by topic, and return a folder of all entries with their paths."""
+    tree = work / "tree"
+    assigned = work / "assigned"
+    assigned.mkdir(exist_ok=True)
+    corpus = str(texts / "train.jsonl")
+    if not (tree / RECORD_FILE).exists():
+        words = ["--corpus", corpus, "--output", str(tree), "--embedding-model", str(minilm()), "--max-tokens", "48"]
+        words += ["--tokenizer", str(work / "tokenizer"), "--branching", str(_BRANCHING), "--levels", str(_LEVELS)]
+        run("cluster", "build", *words)
+    for part in ("train", "validation", "held_out"):
+        output = assigned / f"{part}.jsonl"
+        if not output.exists():
+            words = ["--tree", str(tree), "--corpus", str(texts / f"{part}.jsonl"), "--output", str(output)]
+            run("cluster", "assign", *words)
+    return assigned
+
+
+def run(*words: str) -> None:
+    """Print a command of midus and run it."""
+    command = [sys.executable, "-m", "midus_hf", *words]
+    print(f"$ {shlex.join(command)}", flush=True)
+    subprocess.run(command, check=True)
+
+
 def train(model: str, seed: int, work: Path, keys: Sequence[str]) -> Result:
     """Train a model, from its latest checkpoint if it has one, and return its losses."""
     texts = gcide()
     output = work / f"{model}-{seed}"
-    command = [sys.executable, "-m", "midus_hf", "train", str(CONFIGS / "train.yaml"), "--seed", str(seed)]
-    command += ["--config_name", str(CONFIGS / f"{model}.json"), "--tokenizer_name", str(work / "tokenizer")]
-    command += ["--corpus", str(texts / "train.jsonl"), "--output_dir", str(output)]
+    config = config_of(model)
+    words = [str(CONFIGS / "train.yaml"), "--seed", str(seed), "--output_dir", str(output)]
+    words += ["--config_name", str(config), "--tokenizer_name", str(work / "tokenizer")]
+    if model.endswith(_APART):
+        words += ["--document_mask", "true"]
+    if config.stem == "hier-ffn":
+        texts = assign_topics(work, texts)
+        words += ["--path_column", "memory_ids", "--generic_share", "0"]
     eval_text = {name: str(texts / f"{name}.jsonl") for name in ("validation", "held_out")}
-    command += ["--eval_text", json.dumps(eval_text), *keys]
-    print(f"$ {shlex.join(command)}", flush=True)
-    subprocess.run(command, check=True)
+    words += ["--corpus", str(texts / "train.jsonl"), "--eval_text", json.dumps(eval_text)]
+    run("train", *words, *keys)
     state = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))
     log = state["log_history"]
     measured = [event for event in log if "eval_held_out_loss" in event]

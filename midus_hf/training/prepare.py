@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import importlib.util
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
 from midus_hf.config.errors import RequestError, as_request_error, first_line, install_extra, print_note
 from midus_hf.files.checkpoint_files import ACCOMPANYING, CARD_FILE, CONFIG, refuse_lfs_pointers
+from midus_hf.memories.bank import banks_of
 from midus_hf.memories.packs.options import has_glossary
 from midus_hf.models.host import MemoryConfig
 from midus_hf.models.saved_models import check_no_missing_tensors, load_model
@@ -236,6 +239,8 @@ def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrai
     with load_unsharded(), as_request_error(_expected(arguments), OSError, ValueError, ImportError, SafetensorError):
         if source is None:
             made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
+            if isinstance(config, MemoryConfig):
+                _open_new_banks(made, config, arguments.seed)
             return made, {CARD_FILE: new_card(arguments, config.model_type)}
         options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
         model, missing = load_model(source, **options)
@@ -252,6 +257,17 @@ def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrai
             return model, {}
     paths = sorted(path for pattern in ACCOMPANYING for path in folder.glob(pattern) if path.is_file())
     return model, {path.name: path.read_bytes() for path in paths}
+
+
+def _open_new_banks(model: Any, config: MemoryConfig, seed: int) -> None:
+    """Create banks for a new model, in a folder that is removed with it."""
+    banks = banks_of(config.memories())
+    if banks:
+        folder = tempfile.TemporaryDirectory(prefix="midus-banks-")
+        weakref.finalize(model, folder.cleanup)
+        for bank in banks.values():
+            bank.create(Path(folder.name), str(model.dtype).removeprefix("torch."), seed)
+        model.banks.open(folder.name)
 
 
 def _expected(arguments: MemoryArguments) -> str:

@@ -6,18 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments import from_scratch
-from experiments.from_scratch import CLAIMS, CONFIGS, Result, models_of, read_results, table_rows
+from experiments.from_scratch import CLAIMS, CONFIGS, Result, config_of, models_of, read_results, table_rows
 from midus_hf.cli.midus import main as midus_main
-from midus_hf.cli.train import main as train_main
 
 WORDS = "abbey able abode about above abrupt".split()
 
 
 def parameters_of(model: str) -> int:
-    config = AutoConfig.from_pretrained(CONFIGS / f"{model}.json")
+    config = AutoConfig.from_pretrained(config_of(model))
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in made.parameters())
@@ -25,7 +25,7 @@ def parameters_of(model: str) -> int:
 
 def flops_of(model: str, capsys) -> float:
     capsys.readouterr()
-    midus_main(["flops", str(CONFIGS / f"{model}.json"), "--sequence-length", "256", "--json"])
+    midus_main(["flops", str(config_of(model)), "--sequence-length", "256", "--json"])
     return json.loads(capsys.readouterr().out)["forward"]
 
 
@@ -48,33 +48,54 @@ def dictionary(tmp_path, monkeypatch):
         ]
         (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(from_scratch, "gcide", lambda: tmp_path)
-    here = SimpleNamespace(run=lambda command, check: train_main(command[4:]))
+    here = SimpleNamespace(run=lambda command, check: midus_main(command[3:]))
     monkeypatch.setattr(from_scratch, "subprocess", here)
     return tmp_path
 
 
-def test_a_result_has_the_losses_on_the_way(dictionary, tmp_path, monkeypatch, capsys):
-    words = [
-        "--work",
-        str(tmp_path / "work"),
-        "--results",
-        str(tmp_path / "results"),
-        "--only",
-        "dense",
-        "--seeds",
-        "3",
-    ]
-    words += ["--max_steps", "4", "--sequence_length", "32", "--per_device_train_batch_size", "2"]
-    monkeypatch.setattr(sys, "argv", ["from_scratch", *words])
-    from_scratch.main()
+@pytest.fixture
+def run(dictionary, tmp_path, monkeypatch):
+    """Train a model for four steps with seed 3."""
+
+    def run(model: str) -> None:
+        words = [
+            "--work",
+            str(tmp_path / "work"),
+            "--results",
+            str(tmp_path / "results"),
+            "--only",
+            model,
+            "--seeds",
+            "3",
+        ]
+        words += ["--max_steps", "4", "--sequence_length", "32", "--per_device_train_batch_size", "2"]
+        monkeypatch.setattr(sys, "argv", ["from_scratch", *words])
+        from_scratch.main()
+
+    return run
+
+
+def test_a_result_has_the_losses_on_the_way(run, tmp_path, capsys):
+    run("dense")
     (result,) = read_results(tmp_path / "results")["dense"]
     assert result.seed == 3
     assert result.tokens == [64, 128, 192, 256]
     assert len(result.validation) == len(result.held_out) == 4
     assert result.learning_rate == 4e-3
     capsys.readouterr()
-    from_scratch.main()
+    run("dense")
     assert "$" not in capsys.readouterr().out, "a run whose result is there is not repeated"
+
+
+def test_entries_fetch_blocks_by_their_topics(run, tmp_path):
+    run("hier-ffn-apart")
+    (result,) = read_results(tmp_path / "results")["hier-ffn-apart"]
+    assert len(result.held_out) == 4
+    rows = [json.loads(line) for line in (tmp_path / "work" / "assigned" / "held_out.jsonl").open()]
+    assert len({tuple(row["memory_ids"]) for row in rows}) > 1
+    recipe = yaml.safe_load((tmp_path / "work" / "hier-ffn-apart-3" / "train_config.yaml").read_text())
+    assert recipe["document_mask"] is True
+    assert recipe["generic_share"] == 0
 
 
 def result(model: str, seed: int, loss: float) -> Result:
@@ -93,4 +114,4 @@ def test_models_that_others_are_compared_with_are_trained_first():
     names = models_of(CLAIMS)
     assert names[0] == "dense"
     assert names.index("olmoe") < names.index("ultramem-v2")
-    assert {path.stem for path in CONFIGS.glob("*.json")} == set(names)
+    assert {path.stem for path in CONFIGS.glob("*.json")} == {config_of(name).stem for name in names}

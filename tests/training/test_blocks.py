@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from training.tiny_run import (
     document,
     give_held_out_losses,
     refused,
+    tiny_tokenizer,
     write_recipe,
 )
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -58,6 +60,19 @@ def test_only_fetched_blocks_learn(blocks_for, upscaled, tmp_path, method):
     assert not fresh.written(1)
     assert torch.equal(bank.block(2, 3), fresh.block(2, 3))
     assert not torch.equal(bank.block(2, 4), fresh.block(2, 4))
+
+
+def test_a_new_model_begins_with_blocks_of_its_own(fetching, blocks_for, tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    begun = {"model_name_or_path": None, "config_name": str(fetching), "tokenizer_name": str(tmp_path / "tokenizer")}
+    parts = assert_resumes(partial(blocks_for, **begun), 2, max_steps=4)
+    bank = bank_of(parts)
+    assert (bank.written(1), bank.written(2)) == ([0, 1], LEAVES)
+    assert_same_blocks(bank_of(tmp_path / "whole"), bank)
+    unwritten = bank.block(2, 3)
+    run_training(blocks_for("other", seed=2, max_steps=1, **begun))
+    assert not torch.equal(bank_of(tmp_path / "other").block(2, 3), unwritten)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "other").banks.bank("hier-ffn")
 
 
 def test_blocks_of_the_base_stay_where_another_memory_trains(fetching, blocks_for, tmp_path):

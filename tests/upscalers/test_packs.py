@@ -125,7 +125,9 @@ def test_a_second_upscaling_and_strip_keep_the_glossary(method, model, tmp_path)
 def test_a_checkpoint_without_its_glossary_is_refused(model, tmp_path):
     without = shutil.copytree(model, tmp_path / "without")
     (without / "glossary.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"there is no glossary\.jsonl in .*without; expected one next to the weights"):
+    with pytest.raises(
+        ValueError, match=r"there is no glossary\.jsonl in .*without; expected one next to the weights"
+    ):
         upscale(base=without, method="llama-pro", output=tmp_path / "more")
     assert not (tmp_path / "more").exists()
 
