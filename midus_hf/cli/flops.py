@@ -46,6 +46,8 @@ def _print_flops(report: dict[str, Any]) -> None:
             **report["parameters"]
         )
     )
+    if report["parameters"]["bank"]:
+        print("besides, a bank of {bank:,}, of which a text fetches {fetched:,}".format(**report["parameters"]))
 
 
 def _read_config(model: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX
 from midus_hf.config.errors import RequestError
+from midus_hf.memories.bank import banks_of
 from midus_hf.memories.flops import Backbone, ModelFlops, estimate_flops
 from midus_hf.memories.registry import tensors_in_layer
 from upscalers.architecture.layer_tensors import family_of
@@ -43,7 +44,7 @@ def count_flops(config: dict[str, Any], tokens: int, batch: int = 1) -> ModelFlo
 
 
 def count_parameters(config: dict[str, Any]) -> dict[str, int]:
-    """Count the parameters of a model by the part of the model. A tied matrix counts once."""
+    """Count the parameters of a model by the part of the model. A tied matrix counts once; `total` leaves out `bank`."""
     family_of(config)  # which refuses types that are not read
     layout = layout_of(config)
     memories, sizes = layout.memories, layout.sizes
@@ -65,6 +66,7 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     embeddings = sum(math.prod(layout.outer.get(f"{name}.weight", (0,))) for name in ("model.embed_tokens", "lm_head"))
     total = backbone + numbers["value"] + numbers["rest"]
     activated = backbone + numbers["rest"] + read
+    banks = banks_of(memories).values()
     return {
         "total": total,
         "backbone": backbone,
@@ -73,4 +75,6 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
         "activated": activated,
         "total_without_embeddings": total - embeddings,
         "activated_without_embeddings": activated - embeddings,
+        "bank": sum(bank.parameters for bank in banks),
+        "fetched": sum(bank.fetched for bank in banks),
     }
