@@ -74,6 +74,7 @@ class Day:
         }
         (folder / "glossary.jsonl").write_bytes(as_lines(GLOSSARY))
         (folder / "texts.jsonl").write_bytes(as_lines(TEXTS))
+        (folder / "paths.jsonl").write_bytes(as_lines([{**row, "memory_ids": [0, 1]} for row in TEXTS]))
 
     def start(self, *words: Any, home: Path | None = None, token: bool = False, **settings: Any) -> subprocess.Popen:
         """Start a command, the first word its name; `settings` are variables, or arguments of `Popen`."""

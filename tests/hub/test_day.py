@@ -24,6 +24,7 @@ OPTIONS = {
     "hier-lora-qk": SMALL_TREE,
     "hier-kv": SMALL_TREE,
 }
+PUSHED = {"hml": "midus-hml", "hier": "hier-ffn"}
 METHODS = (*OPTIONS, "llama-pro", "solar", "avg-deus", "opt-deus", "lesa", "moc", "moda")
 PACKS = ("--method", "packs", "--corpus", "glossary.jsonl")
 EXACT = ("--method", "engram", "--set", "table=exact", "--corpus", "org/texts")
@@ -70,12 +71,20 @@ TRAINED = {
     "private, no token": Case(training("org/secret", "--model", BASE, *ALL), status=2, says=("org/secret",)),
     "no such data": Case(training("org/none", "--model", BASE, *ALL), status=2, says=("org/none",)),
     "pushed model": Case(training("texts.jsonl", "--model", "me/hml", *TWO_STEPS)),
+    "config of a pushed bank": Case(
+        training(
+            *("paths.jsonl", "--path_column", "memory_ids"),
+            *("--config_name", "me/hier", "--tokenizer_name", BASE, *TWO_STEPS),
+        )
+    ),
     "sft": Case((
         "midus", "sft", "org/chats", "--model", BASE, "--trainable", "all", "--chat_template_path", "chatml",
         "--max_length", 96, "--max_steps", 2, "--report_to", "none", "--bf16", "false",
     )),
 }  # fmt: skip
 READ = {
+    "upscaled again": Case(upscaling("me/packs"), says=("largest difference 0",)),
+    "upscaled again, bank": Case(upscaling("me/hier"), says=("largest difference 0",)),
     "inspect": Case(("upscale", "inspect", "me/packs"), says=("packs",)),
     "strip": Case(("upscale", "strip", "me/hml", "--output")),
     "ask": Case(("midus", "ask", "me/packs", "What does the Kestrel gateway do?", "--max-new-tokens", 2)),
@@ -117,8 +126,11 @@ def ends(day, tmp_path):
 
 @pytest.fixture(scope="module")
 def pushed(day):
-    """Models that `upscale` pushed: `me/packs`, of a private base, and `me/hml`; their folders here by names."""
-    requests = {"me/packs": ("org/secret", *PACKS), "me/hml": (BASE, "--method", "midus-hml", "--set", "n=8")}
+    """Models that `upscale` pushed: `me/packs`, of a private base, and those of `PUSHED`; their folders here by names."""
+    requests = {
+        "me/packs": ("org/secret", *PACKS),
+        **{f"me/{name}": (BASE, "--method", method, *OPTIONS[method]) for name, method in PUSHED.items()},
+    }
     folders = {}
 
     def push(name: str) -> Path:
@@ -170,15 +182,15 @@ def test_base_of_the_hub(name, ends):
 @product
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_from_the_hub(name, ends, pushed):
-    if "me/hml" in TRAINED[name].words:
-        pushed("me/hml")
+    for model in {"me/hml", "me/hier"} & {*TRAINED[name].words}:
+        pushed(model)
     ends(TRAINED[name])
 
 
 @product
 @pytest.mark.parametrize("name", READ)
 def test_pushed_model_is_read(name, ends, pushed):
-    for model in {"me/packs", "me/hml"} & {*READ[name].words}:
+    for model in {"me/packs", "me/hml", "me/hier"} & {*READ[name].words}:
         pushed(model)
     ends(READ[name])
 
