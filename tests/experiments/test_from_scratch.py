@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments import from_scratch
-from experiments.from_scratch import CLAIMS, CONFIGS, Result, config_of, models_of, read_results, table_rows
+from experiments.from_scratch import CLAIMS, CONFIGS, RESULTS, Result, config_of, models_of, read_results, table_rows
 from midus_hf.cli.midus import main as midus_main
 
 WORDS = "abbey able abode about above abrupt".split()
@@ -108,6 +108,12 @@ def test_a_row_needs_both_models_with_a_seed():
     assert heading[0] == "model"
     assert row[:2] == ["moda", "dense-564"]
     assert row[-3:] == ["4.000", "4.100", "-0.100"]
+
+
+def test_page_has_the_table_of_the_results():
+    page = (CONFIGS.parent.parent / "experiments" / "learning.md").read_text()
+    for row in table_rows(read_results(RESULTS)):
+        assert f"| {' | '.join(row)} |" in page
 
 
 def test_models_that_others_are_compared_with_are_trained_first():
