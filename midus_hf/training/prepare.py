@@ -267,7 +267,8 @@ def _open_new_banks(model: Any, config: MemoryConfig, seed: int) -> None:
         weakref.finalize(model, folder.cleanup)
         for bank in banks.values():
             bank.create(Path(folder.name), str(model.dtype).removeprefix("torch."), seed)
-        model.banks.open(folder.name)
+        for service in model.stack.services.values():
+            service.after_loading(folder.name, {})
 
 
 def _expected(arguments: MemoryArguments) -> str:
