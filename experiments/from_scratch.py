@@ -7,8 +7,8 @@
 The models are `configs/scratch/NAME.json`, all with the keys of `configs/scratch/train.yaml`. The text is a dictionary of English
 (GCIDE) with a BPE tokenizer of 8,192 tokens that is trained on it; no headword is both learned and measured. Each run is a `midus
 train` that a person could type, which the same command resumes; its losses are a file in `experiments/results/from-scratch`. A
-model is listed beside the one that it is compared with, of equal cost or equal parameters. In runs named `...-apart`, tokens
-attend within their entries: a model that fetches blocks by topic reads sequences of one topic, which would help it otherwise.
+model is listed beside the one that it is compared with, of equal cost or equal parameters. In runs named `...-document-mask`,
+tokens attend within their entries: a model that fetches blocks by topic reads sequences of one topic, which would help it otherwise.
 """
 
 import argparse
@@ -35,9 +35,7 @@ CONFIGS = Path(__file__).parent.parent / "configs" / "scratch"
 RESULTS = Path(__file__).parent / "results" / "from-scratch"
 _VOCABULARY = 8192
 _END = "<|endoftext|>"
-_APART = "-apart"
-_BRANCHING = 8  # of the tree of topics, as in the config of the model that fetches blocks
-_LEVELS = 2
+_DOCUMENT_MASK = "-document-mask"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +58,13 @@ CLAIMS = (
     Claim("moda", "dense-564", "FLOPs and parameters", "better; least with norms in front"),
     Claim("olmo2-moda", "olmo2-564", "FLOPs and parameters", "better"),
     Claim("engram", "dense-704", "parameters", "better"),
-    Claim("hier-ffn-apart", "dense-564-apart", "FLOPs", "better"),
-    Claim("hier-ffn-apart", "dense-twice-apart", "nothing: half of it, and a bank", "as good as twice the size"),
+    Claim("hier-ffn-document-mask", "dense-564-document-mask", "FLOPs", "better"),
+    Claim(
+        "hier-ffn-document-mask",
+        "dense-twice-document-mask",
+        "nothing: half of it, and a bank",
+        "as good as twice the size",
+    ),
 )
 
 
@@ -86,7 +89,7 @@ def models_of(claims: Iterable[Claim]) -> list[str]:
 
 def config_of(model: str) -> Path:
     """Return the config of a run's model."""
-    return CONFIGS / f"{model.removesuffix(_APART)}.json"
+    return CONFIGS / f"{model.removesuffix(_DOCUMENT_MASK)}.json"
 
 
 def make_tokenizer(folder: Path, texts: Iterable[str]) -> None:
@@ -102,15 +105,17 @@ def make_tokenizer(folder: Path, texts: Iterable[str]) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END).save_pretrained(folder)
 
 
-def assign_topics(work: Path, texts: Path) -> Path:
-    """Cluster the entries to train on by topic, and return a folder of all entries with their paths."""
+def assign_topics(work: Path, texts: Path, config: Path) -> Path:
+    """Cluster the entries to train on into the config's tree of topics, and return a folder of all entries with their paths."""
+    (memory,) = json.loads(config.read_text(encoding="utf-8"))["memory"]
     tree = work / "tree"
     assigned = work / "assigned"
     assigned.mkdir(exist_ok=True)
     corpus = str(texts / "train.jsonl")
     if not (tree / RECORD_FILE).exists():
         words = ["--corpus", corpus, "--output", str(tree), "--embedding-model", str(minilm()), "--max-tokens", "48"]
-        words += ["--tokenizer", str(work / "tokenizer"), "--branching", str(_BRANCHING), "--levels", str(_LEVELS)]
+        words += ["--tokenizer", str(work / "tokenizer"), "--branching", str(memory["branching"])]
+        words += ["--levels", str(len(memory["sizes"]))]
         run("cluster", "build", *words)
     for part in ("train", "validation", "held_out"):
         output = assigned / f"{part}.jsonl"
@@ -134,10 +139,10 @@ def train(model: str, seed: int, work: Path, keys: Sequence[str]) -> Result:
     config = config_of(model)
     words = [str(CONFIGS / "train.yaml"), "--seed", str(seed), "--output_dir", str(output)]
     words += ["--config_name", str(config), "--tokenizer_name", str(work / "tokenizer")]
-    if model.endswith(_APART):
+    if model.endswith(_DOCUMENT_MASK):
         words += ["--document_mask", "true"]
     if config.stem == "hier-ffn":
-        texts = assign_topics(work, texts)
+        texts = assign_topics(work, texts, config)
         words += ["--path_column", "memory_ids", "--generic_share", "0"]
     eval_text = {name: str(texts / f"{name}.jsonl") for name in ("validation", "held_out")}
     words += ["--corpus", str(texts / "train.jsonl"), "--eval_text", json.dumps(eval_text)]

@@ -47,7 +47,11 @@ def _print_flops(report: dict[str, Any]) -> None:
         )
     )
     if report["parameters"]["bank"]:
-        print("besides, a bank of {bank:,}, of which a text fetches {fetched:,}".format(**report["parameters"]))
+        print(
+            "bank: {bank:,} parameters beside the checkpoint; a text fetches {fetched:,}".format(
+                **report["parameters"]
+            )
+        )
 
 
 def _read_config(model: str) -> dict[str, Any]:

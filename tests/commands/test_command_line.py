@@ -502,7 +502,10 @@ def test_flops_of_parts_and_sums_are_a_table(as_command):
 def test_flops_name_the_bank(as_command):
     out = as_command("midus flops")(REPOSITORY / "configs" / "scratch" / "hier-ffn.json").out
     block = 3 * 192 * 8  # a hidden unit of all layers
-    assert f"a bank of {(8 * 96 + 64 * 20) * block:,}, of which a text fetches {(96 + 20) * block:,}" in out
+    assert (
+        f"bank: {(8 * 96 + 64 * 20) * block:,} parameters beside the checkpoint; a text fetches {(96 + 20) * block:,}"
+        in out
+    )
 
 
 def test_flops_of_a_folder_and_of_other_sizes_are_json(tmp_path, as_command):

@@ -58,16 +58,7 @@ def run(dictionary, tmp_path, monkeypatch):
     """Train a model for four steps with seed 3."""
 
     def run(model: str) -> None:
-        words = [
-            "--work",
-            str(tmp_path / "work"),
-            "--results",
-            str(tmp_path / "results"),
-            "--only",
-            model,
-            "--seeds",
-            "3",
-        ]
+        words = ["--work", f"{tmp_path}/work", "--results", f"{tmp_path}/results", "--only", model, "--seeds", "3"]
         words += ["--max_steps", "4", "--sequence_length", "32", "--per_device_train_batch_size", "2"]
         monkeypatch.setattr(sys, "argv", ["from_scratch", *words])
         from_scratch.main()
@@ -88,12 +79,12 @@ def test_a_result_has_the_losses_on_the_way(run, tmp_path, capsys):
 
 
 def test_entries_fetch_blocks_by_their_topics(run, tmp_path):
-    run("hier-ffn-apart")
-    (result,) = read_results(tmp_path / "results")["hier-ffn-apart"]
+    run("hier-ffn-document-mask")
+    (result,) = read_results(tmp_path / "results")["hier-ffn-document-mask"]
     assert len(result.held_out) == 4
     rows = [json.loads(line) for line in (tmp_path / "work" / "assigned" / "held_out.jsonl").open()]
     assert len({tuple(row["memory_ids"]) for row in rows}) > 1
-    recipe = yaml.safe_load((tmp_path / "work" / "hier-ffn-apart-3" / "train_config.yaml").read_text())
+    recipe = yaml.safe_load((tmp_path / "work" / "hier-ffn-document-mask-3" / "train_config.yaml").read_text())
     assert recipe["document_mask"] is True
     assert recipe["generic_share"] == 0
 
