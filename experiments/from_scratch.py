@@ -7,8 +7,13 @@
 The models are `configs/scratch/NAME.json`, all with the keys of `configs/scratch/train.yaml`. The text is a dictionary of English
 (GCIDE) with a BPE tokenizer of 8,192 tokens that is trained on it; no headword is both learned and measured. Each run is a `midus
 train` that a person could type, which the same command resumes; its losses are a file in `experiments/results/from-scratch`. A
-model is listed beside the one that it is compared with, of equal cost or equal parameters. In runs named `...-document-mask`,
-tokens attend within their entries: a model that fetches blocks by topic reads sequences of one topic, which would help it otherwise.
+model is listed beside the one that it is compared with, of equal cost or equal parameters. What a run's name has behind a config's:
+
+- `-document-mask`: tokens attend within their entries. A model that fetches blocks by topic reads sequences of one topic, which would
+  help it otherwise.
+- `-scaled`: projections into the stream start divided by the root of 2 L, for L layers, as those of a model with UltraMemV2 do
+  (arXiv:2508.18756, appendix B.3).
+- `+one-row`, `+random-slots`: a null control of the config's memory.
 """
 
 import argparse
@@ -22,13 +27,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from material.dictionaries import gcide
 from material.minilm import minilm
 from midus_hf.compare.run import code_version
 from midus_hf.look.page import as_png, new_figure
+from midus_hf.memories.registry import memory_type
 from midus_hf.topics.tree import RECORD_FILE
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "scratch"
@@ -36,6 +43,7 @@ RESULTS = Path(__file__).parent / "results" / "from-scratch"
 _VOCABULARY = 8192
 _END = "<|endoftext|>"
 _DOCUMENT_MASK = "-document-mask"
+_SCALED = "-scaled"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +61,10 @@ CLAIMS = (
     Claim("dense-twice", "dense", "nothing: twice the parameters", "what a larger model gives"),
     Claim("ultramem-v2", "olmoe", "total and active parameters", "as good as a mixture of experts"),
     Claim("ultramem-v2", "dense-564", "FLOPs", "better"),
+    Claim("ultramem-v2", "olmoe-scaled", "total and active parameters, start", "as good as a mixture of experts"),
+    Claim("ultramem-v2", "dense-564-scaled", "FLOPs, start", "better"),
+    Claim("ultramem-v2", "ultramem-v2+one-row", "all but its rows", "better"),
+    Claim("ultramem-v2", "ultramem-v2+random-slots", "all but addressing", "better"),
     Claim("moc-sequence", "dense-704", "FLOPs", "better: 2.79 for 2.86"),
     Claim("moc-chunk", "dense-1024", "FLOPs", "none: chunks are ours"),
     Claim("moda", "dense-564", "FLOPs and parameters", "better; least with norms in front"),
@@ -88,8 +100,9 @@ def models_of(claims: Iterable[Claim]) -> list[str]:
 
 
 def config_of(model: str) -> Path:
-    """Return the config of a run's model."""
-    return CONFIGS / f"{model.removesuffix(_DOCUMENT_MASK)}.json"
+    """Return the config of a run's model, or of the one that it is a control of."""
+    name = model.partition("+")[0].removesuffix(_DOCUMENT_MASK).removesuffix(_SCALED)
+    return CONFIGS / f"{name}.json"
 
 
 def make_tokenizer(folder: Path, texts: Iterable[str]) -> None:
@@ -125,6 +138,33 @@ def assign_topics(work: Path, texts: Path, config: Path) -> Path:
     return assigned
 
 
+def control_config(model: str, work: Path) -> Path:
+    """Write the config of a null control, such as `ultramem-v2+one-row`, and return its path."""
+    values = json.loads(config_of(model).read_text(encoding="utf-8"))
+    (memory,) = values["memory"]
+    controls: dict[str, Any] = {**memory_type(memory["type"]).controls}
+    memory |= controls[model.partition("+")[2]]
+    path = work / f"{model}.json"
+    path.write_text(json.dumps(values, indent=2), encoding="utf-8")
+    return path
+
+
+@torch.no_grad()
+def make_scaled(model: str, seed: int, work: Path) -> Path:
+    """Make a model whose projections into the stream start divided by `sqrt(2 L)`, and return its folder."""
+    folder = work / f"{model}-{seed}-start"
+    if not folder.exists():
+        set_seed(seed)
+        config = AutoConfig.from_pretrained(config_of(model))
+        start = AutoModelForCausalLM.from_config(config)
+        for name, parameter in start.named_parameters():
+            if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):  # those of experts have no ".weight"
+                parameter.mul_((2 * config.num_hidden_layers) ** -0.5)
+        start.save_pretrained(folder)
+        PreTrainedTokenizerFast.from_pretrained(work / "tokenizer").save_pretrained(folder)
+    return folder
+
+
 def run(*words: str) -> None:
     """Print a command of midus and run it."""
     command = [sys.executable, "-m", "midus_hf", *words]
@@ -138,7 +178,11 @@ def train(model: str, seed: int, work: Path, keys: Sequence[str]) -> Result:
     output = work / f"{model}-{seed}"
     config = config_of(model)
     words = [str(CONFIGS / "train.yaml"), "--seed", str(seed), "--output_dir", str(output)]
-    words += ["--config_name", str(config), "--tokenizer_name", str(work / "tokenizer")]
+    if model.endswith(_SCALED):
+        words += ["--model_name_or_path", str(make_scaled(model, seed, work))]
+    else:
+        words += ["--config_name", str(control_config(model, work) if "+" in model else config)]
+        words += ["--tokenizer_name", str(work / "tokenizer")]
     if model.endswith(_DOCUMENT_MASK):
         words += ["--document_mask", "true"]
     if config.stem == "hier-ffn":

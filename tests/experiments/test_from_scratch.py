@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from experiments import from_scratch
 from experiments.from_scratch import CLAIMS, CONFIGS, RESULTS, Result, config_of, models_of, read_results, table_rows
@@ -87,6 +87,25 @@ def test_entries_fetch_blocks_by_their_topics(run, tmp_path):
     recipe = yaml.safe_load((tmp_path / "work" / "hier-ffn-document-mask-3" / "train_config.yaml").read_text())
     assert recipe["document_mask"] is True
     assert recipe["generic_share"] == 0
+
+
+def test_scaled_projections_are_those_of_the_config_divided(run, tmp_path):
+    run("dense-564-scaled")
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "dense-564-scaled-3-start")
+    set_seed(3)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config_of("dense-564")))
+    scaled = {name for name, tensor in plain.named_parameters() if not torch.equal(tensor, start.get_parameter(name))}
+    assert scaled == {
+        f"model.layers.{layer}.{part}.weight" for layer in range(8) for part in ("self_attn.o_proj", "mlp.down_proj")
+    }
+    assert all(torch.equal(plain.get_parameter(name) / 4, start.get_parameter(name)) for name in scaled)
+
+
+def test_control_has_one_row(run, tmp_path):
+    run("ultramem-v2+one-row")
+    trained = AutoConfig.from_pretrained(tmp_path / "work" / "ultramem-v2+one-row-3")
+    assert trained.memory[0]["n"] == trained.memory[0]["k"] == 1
+    assert "ultramem-v2+one-row" in read_results(tmp_path / "results")
 
 
 def result(model: str, seed: int, loss: float) -> Result:
