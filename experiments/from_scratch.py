@@ -142,8 +142,7 @@ def control_config(model: str, work: Path) -> Path:
     """Write the config of a null control, such as `ultramem-v2+one-row`, and return its path."""
     values = json.loads(config_of(model).read_text(encoding="utf-8"))
     (memory,) = values["memory"]
-    controls: dict[str, Any] = {**memory_type(memory["type"]).controls}
-    memory |= controls[model.partition("+")[2]]
+    memory |= memory_type(memory["type"]).controls[model.partition("+")[2]]
     path = work / f"{model}.json"
     path.write_text(json.dumps(values, indent=2), encoding="utf-8")
     return path
