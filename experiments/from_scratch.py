@@ -7,12 +7,12 @@
 The models are `configs/scratch/NAME.json`, all with the keys of `configs/scratch/train.yaml`. The text is a dictionary of English
 (GCIDE) with a BPE tokenizer of 8,192 tokens that is trained on it; no headword is both learned and measured. Each run is a `midus
 train` that a person could type, which the same command resumes; its losses are a file in `experiments/results/from-scratch`. A
-model is listed beside the one that it is compared with, of equal cost or equal parameters. What a run's name has behind a config's:
+model is listed beside the one that it is compared with, of equal cost or equal parameters. Projections into the stream start
+divided by the root of 2 L, for L layers, as in UltraMemV2's recipe (arXiv:2508.18756, appendix B.3). What a run's name has behind
+a config's:
 
 - `-document-mask`: tokens attend within their entries. A model that fetches blocks by topic reads sequences of one topic, which would
-  help it otherwise.
-- `-scaled`: projections into the stream start divided by the root of 2 L, for L layers, as those of a model with UltraMemV2 do
-  (arXiv:2508.18756, appendix B.3).
+  help it otherwise. Nothing is divided in these.
 - `+one-row`, `+random-slots`: a null control of the config's memory.
 """
 
@@ -43,7 +43,6 @@ RESULTS = Path(__file__).parent / "results" / "from-scratch"
 _VOCABULARY = 8192
 _END = "<|endoftext|>"
 _DOCUMENT_MASK = "-document-mask"
-_SCALED = "-scaled"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +60,6 @@ CLAIMS = (
     Claim("dense-twice", "dense", "nothing: twice the parameters", "what a larger model gives"),
     Claim("ultramem-v2", "olmoe", "total and active parameters", "as good as a mixture of experts"),
     Claim("ultramem-v2", "dense-564", "FLOPs", "better"),
-    Claim("ultramem-v2", "olmoe-scaled", "total and active parameters, start", "as good as a mixture of experts"),
-    Claim("ultramem-v2", "dense-564-scaled", "FLOPs, start", "better"),
     Claim("ultramem-v2", "ultramem-v2+one-row", "all but its rows", "better"),
     Claim("ultramem-v2", "ultramem-v2+random-slots", "all but addressing", "better"),
     Claim("moc-sequence", "dense-704", "FLOPs", "better: 2.79 for 2.86"),
@@ -101,8 +98,7 @@ def models_of(claims: Iterable[Claim]) -> list[str]:
 
 def config_of(model: str) -> Path:
     """Return the config of a run's model, or of the one that it is a control of."""
-    name = model.partition("+")[0].removesuffix(_DOCUMENT_MASK).removesuffix(_SCALED)
-    return CONFIGS / f"{name}.json"
+    return CONFIGS / f"{model.partition('+')[0].removesuffix(_DOCUMENT_MASK)}.json"
 
 
 def make_tokenizer(folder: Path, texts: Iterable[str]) -> None:
@@ -138,27 +134,33 @@ def assign_topics(work: Path, texts: Path, config: Path) -> Path:
     return assigned
 
 
-def control_config(model: str, work: Path) -> Path:
-    """Write the config of a null control, such as `ultramem-v2+one-row`, and return its path."""
+def write_config(model: str, work: Path) -> Path:
+    """Write the config of a run's model, with the options of a null control, and return its path."""
     values = json.loads(config_of(model).read_text(encoding="utf-8"))
-    (memory,) = values["memory"]
-    memory |= memory_type(memory["type"]).controls[model.partition("+")[2]]
+    control = model.partition("+")[2]
+    if control:
+        (memory,) = values["memory"]
+        memory |= memory_type(memory["type"]).controls[control]
     path = work / f"{model}.json"
     path.write_text(json.dumps(values, indent=2), encoding="utf-8")
     return path
 
 
 @torch.no_grad()
-def make_scaled(model: str, seed: int, work: Path) -> Path:
-    """Make a model whose projections into the stream start divided by `sqrt(2 L)`, and return its folder."""
+def make_start(model: str, seed: int, work: Path) -> Path:
+    """Make a random model whose projections into the stream are divided by `sqrt(2 L)`, and return its folder."""
     folder = work / f"{model}-{seed}-start"
     if not folder.exists():
         set_seed(seed)
-        config = AutoConfig.from_pretrained(config_of(model))
+        config = AutoConfig.from_pretrained(write_config(model, work))
         start = AutoModelForCausalLM.from_config(config)
-        for name, parameter in start.named_parameters():
-            if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):  # those of experts have no ".weight"
-                parameter.mul_((2 * config.num_hidden_layers) ** -0.5)
+        are_divided = any(hasattr(module, "initial_scale") for module in start.modules())
+        if not are_divided:
+            for name, parameter in start.named_parameters():
+                if name.removesuffix(".weight").endswith(
+                    ("o_proj", "down_proj")
+                ):  # those of experts have no ".weight"
+                    parameter.mul_((2 * config.num_hidden_layers) ** -0.5)
         start.save_pretrained(folder)
         PreTrainedTokenizerFast.from_pretrained(work / "tokenizer").save_pretrained(folder)
     return folder
@@ -177,13 +179,10 @@ def train(model: str, seed: int, work: Path, keys: Sequence[str]) -> Result:
     output = work / f"{model}-{seed}"
     config = config_of(model)
     words = [str(CONFIGS / "train.yaml"), "--seed", str(seed), "--output_dir", str(output)]
-    if model.endswith(_SCALED):
-        words += ["--model_name_or_path", str(make_scaled(model, seed, work))]
-    else:
-        words += ["--config_name", str(control_config(model, work) if "+" in model else config)]
-        words += ["--tokenizer_name", str(work / "tokenizer")]
     if model.endswith(_DOCUMENT_MASK):
-        words += ["--document_mask", "true"]
+        words += ["--config_name", str(config), "--tokenizer_name", str(work / "tokenizer"), "--document_mask", "true"]
+    else:
+        words += ["--model_name_or_path", str(make_start(model, seed, work))]
     if config.stem == "hier-ffn":
         texts = assign_topics(work, texts, config)
         words += ["--path_column", "memory_ids", "--generic_share", "0"]

@@ -7,10 +7,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from experiments import from_scratch
-from experiments.from_scratch import CLAIMS, CONFIGS, RESULTS, Result, config_of, models_of, read_results, table_rows
+from experiments.from_scratch import (
+    CLAIMS,
+    CONFIGS,
+    RESULTS,
+    Result,
+    config_of,
+    make_start,
+    models_of,
+    read_results,
+    table_rows,
+)
 from midus_hf.cli.midus import main as midus_main
 
 WORDS = "abbey able abode about above abrupt".split()
@@ -89,16 +101,15 @@ def test_entries_fetch_blocks_by_their_topics(run, tmp_path):
     assert recipe["generic_share"] == 0
 
 
-def test_scaled_projections_are_those_of_the_config_divided(run, tmp_path):
-    run("dense-564-scaled")
-    start = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "dense-564-scaled-3-start")
-    set_seed(3)
-    plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config_of("dense-564")))
-    scaled = {name for name, tensor in plain.named_parameters() if not torch.equal(tensor, start.get_parameter(name))}
-    assert scaled == {
-        f"model.layers.{layer}.{part}.weight" for layer in range(8) for part in ("self_attn.o_proj", "mlp.down_proj")
-    }
-    assert all(torch.equal(plain.get_parameter(name) / 4, start.get_parameter(name)) for name in scaled)
+@pytest.mark.parametrize("model", ["dense", "ultramem-v2"])
+def test_projections_into_the_stream_start_smaller_once(model, tmp_path):
+    tokenizer = Tokenizer(WordLevel({"<|endoftext|>": 0}, unk_token="<|endoftext|>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "tokenizer")
+    start = AutoModelForCausalLM.from_pretrained(make_start(model, 3, tmp_path))
+    for layer in start.model.layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            assert projection.weight.std().item() == pytest.approx(start.config.initializer_range / 4, rel=0.02)
+        assert layer.self_attn.q_proj.weight.std().item() == pytest.approx(start.config.initializer_range, rel=0.02)
 
 
 def test_control_has_one_row(run, tmp_path):
