@@ -42,6 +42,7 @@ _KEYS = {"values": "value_learning_rate", "gains": "gain_learning_rate"}
 # Batches of the gradient, and of the loss along its signs.
 _GRADIENT_BATCHES, _LOSS_BATCHES = 2, 2
 _FIRST_GAIN = 0.01  # nats per token that the gradient promises of the first rate
+_BFLOAT16_NOISE = 0.01  # nats per token that are within the rounding of bfloat16
 _FACTOR = math.sqrt(10)  # from one rate to the next
 _MAX_RATES = 12
 
@@ -161,19 +162,20 @@ class _LineSearch:
     def _find_turn(self, relative: dict[str, float]) -> float | None:
         """Return the factor of these rates at which the loss turns, or None if no step lowers it."""
         rate = _FIRST_GAIN / sum(self._slopes[key] * factor for key, factor in relative.items())
+        noise = _BFLOAT16_NOISE if self._trainer.args.bf16 else 0.0
         gains: dict[float, float] = {}
         for _ in range(_MAX_RATES):
             for key, factor in relative.items():
                 for step in self._steps[key]:
                     step.take(rate * factor)
             gains[rate] = self._loss - self._measure()
-            if gains[rate] < max(gains.values()) or math.isnan(gains[rate]):
+            if gains[rate] < max(gains.values()) - noise or math.isnan(gains[rate]):
                 break
             rate *= _FACTOR
         for key in relative:
             for step in self._steps[key]:
                 step.undo()
-        return turning_point(gains)
+        return turning_point(gains, noise)
 
     def _measure(self) -> float:
         with torch.no_grad():
@@ -183,7 +185,8 @@ class _LineSearch:
     def _compute_loss(self, batch: Any) -> torch.Tensor:
         trainer = self._trainer
         self._bar.update()
-        with torch.random.fork_rng(), trainer.compute_loss_context_manager():  # each pass has the same dropout
+        # Each pass has the same dropout. The Trainer's own autocast begins when it prepares the model, before the first step.
+        with torch.random.fork_rng(), trainer.accelerator.autocast():
             return trainer.compute_loss(trainer.model, trainer._prepare_inputs(dict(batch)))
 
 
@@ -211,14 +214,14 @@ def _share_of_rows(gradient: torch.Tensor) -> float:
     return (rows != 0).any(1).float().mean().item()
 
 
-def turning_point(gains: dict[float, float]) -> float | None:
+def turning_point(gains: dict[float, float], noise: float) -> float | None:
     """Return where a parabola through zero turns, by the largest of `gains` by rate and its better neighbour.
 
-    None if no rate gains anything.
+    None if no rate gains more than the noise.
     """
     rates = sorted(rate for rate, gain in gains.items() if math.isfinite(gain))
     best = max(rates, key=gains.__getitem__, default=0.0)
-    if gains.get(best, 0.0) <= 0:
+    if gains.get(best, 0.0) <= noise:
         return None
     place = rates.index(best)
     neighbours = rates[max(0, place - 1) : place] + rates[place + 1 : place + 2]

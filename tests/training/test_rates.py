@@ -41,8 +41,47 @@ def recorded(output):
     ],
 )
 def test_turning_point_is_where_the_parabola_turns(gains, expected):
-    found = turning_point(gains)
+    found = turning_point(gains, noise=0.0)
     assert found == (None if expected is None else pytest.approx(expected, rel=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ((0.004, -0.003, 0.002, 0.1, 0.3, 0.2), 0.3),  # the first are rounding, and so is no fall
+        ((0.004, -0.003, 0.002, -0.1), None),
+    ],
+)
+def test_rounding_of_bfloat16_is_no_turn(gains, expected, config_for, monkeypatch):
+    """In bfloat16 a small step changes the loss by less than rounding does."""
+    trainer = unmeasured_trainer(config_for(bf16=True))
+    losses = iter([5.0, *(5.0 - gain for gain in gains)])
+    monkeypatch.setattr("midus_hf.training.rates._LineSearch._measure", lambda _: next(losses))
+    found = {}
+
+    def turning_point_of(gains, noise):
+        found.update(gains)
+        return turning_point(gains, noise)
+
+    monkeypatch.setattr("midus_hf.training.rates.turning_point", turning_point_of)
+    turns = find_rates(trainer, trains_new=True).turns
+    assert len(found) == len(gains)
+    best = max(found, key=found.__getitem__)
+    assert (found[best], bool(turns)) == (pytest.approx(max(gains)), expected is not None)
+    if expected is not None:
+        assert best / 4 < turns["value_learning_rate"] < best * 4
+
+
+@pytest.mark.parametrize("method", ["midus-hml", "engram", "moc", "ultramem-v2", "llama-pro"])
+def test_rates_of_a_bfloat16_model_are_measured_as_it_trains(method, config_for, upscaled, tmp_path):
+    model = shutil.copytree(upscaled("llama", method), tmp_path / "bfloat16")
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)
+    seen = []
+    trainer = unmeasured_trainer(config_for(model=model, bf16=True))
+    trainer.model.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    find_rates(trainer, trains_new=True)
+    assert seen
+    assert all(seen)
 
 
 def test_first_step_at_the_turn_helps_more_than_others(config_for):
@@ -130,7 +169,7 @@ def test_new_gains_learn_at_the_scale_of_the_gains_next_to_them(tmp_path):
 
 
 def test_gains_of_new_layers_are_measured(tmp_path, config_for, monkeypatch):
-    monkeypatch.setattr("midus_hf.training.rates.turning_point", lambda gains: 0.1)
+    monkeypatch.setattr("midus_hf.training.rates.turning_point", lambda *_: 0.1)
     trainer = unmeasured_trainer(config_for(model=save_upscaled("gemma3", tmp_path / "m", "llama-pro")))
     found = find_rates(trainer, trains_new=True)
     assert set(found.turns) == {"gain_learning_rate"}
@@ -147,7 +186,7 @@ def test_gains_of_new_layers_are_measured(tmp_path, config_for, monkeypatch):
     ],
 )
 def test_only_new_layers_get_all_of_the_turn(method, keys, expected, tmp_path, config_for, monkeypatch):
-    monkeypatch.setattr("midus_hf.training.rates.turning_point", lambda gains: 0.1)
+    monkeypatch.setattr("midus_hf.training.rates.turning_point", lambda *_: 0.1)
     monkeypatch.setattr("midus_hf.training.rates._MAX_STEP", math.inf)
     trainer = unmeasured_trainer(config_for(model=save_upscaled("llama", tmp_path / "m", method), **keys))
     assert find_rates(trainer, trains_new="trainable" not in keys).rates["learning_rate"] == expected
@@ -155,7 +194,7 @@ def test_only_new_layers_get_all_of_the_turn(method, keys, expected, tmp_path, c
 
 @pytest.mark.parametrize(("rows", "expected"), [(16, 0.028), (4096, 0.014)])
 def test_tables_of_which_a_step_moves_few_rows_get_half(rows, expected, tmp_path, config_for, monkeypatch):
-    monkeypatch.setattr("midus_hf.training.rates.turning_point", lambda gains: 0.1)
+    monkeypatch.setattr("midus_hf.training.rates.turning_point", lambda *_: 0.1)
     model = save_upscaled("llama", tmp_path / "m", "engram", {"rows": rows})
     trainer = unmeasured_trainer(config_for(model=model))
     assert find_rates(trainer, trains_new=True).rates["value_learning_rate"] == expected
