@@ -42,7 +42,7 @@ _KEYS = {"values": "value_learning_rate", "gains": "gain_learning_rate"}
 # Batches of the gradient, and of the loss along its signs.
 _GRADIENT_BATCHES, _LOSS_BATCHES = 2, 2
 _FIRST_GAIN = 0.01  # nats per token that the gradient promises of the first rate
-_BFLOAT16_NOISE = 0.01  # nats per token that are within the rounding of bfloat16
+_BFLOAT16_NOISE = 0.13  # nats by which the rounding of bfloat16 may change a token's loss: three standard deviations
 _FACTOR = math.sqrt(10)  # from one rate to the next
 _MAX_RATES = 12
 
@@ -162,7 +162,8 @@ class _LineSearch:
     def _find_turn(self, relative: dict[str, float]) -> float | None:
         """Return the factor of these rates at which the loss turns, or None if no step lowers it."""
         rate = _FIRST_GAIN / sum(self._slopes[key] * factor for key, factor in relative.items())
-        noise = _BFLOAT16_NOISE if self._trainer.args.bf16 else 0.0
+        tokens = sum(batch["input_ids"].numel() for batch in self._batches)
+        noise = _BFLOAT16_NOISE / math.sqrt(tokens) if self._trainer.args.bf16 else 0.0
         gains: dict[float, float] = {}
         for _ in range(_MAX_RATES):
             for key, factor in relative.items():

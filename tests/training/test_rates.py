@@ -48,8 +48,8 @@ def test_turning_point_is_where_the_parabola_turns(gains, expected):
 @pytest.mark.parametrize(
     ("gains", "expected"),
     [
-        ((0.004, -0.003, 0.002, 0.1, 0.3, 0.2), 0.3),  # the first are rounding, and so is no fall
-        ((0.004, -0.003, 0.002, -0.1), None),
+        ((0.003, -0.001, 0.002, 0.1, 0.3, 0.2), 0.3),  # the first are rounding, and so is their fall
+        ((0.003, -0.001, 0.002, -0.1), None),
     ],
 )
 def test_rounding_of_bfloat16_is_no_turn(gains, expected, config_for, monkeypatch):
