@@ -86,11 +86,11 @@ def test_learning_table_is_what_the_results_say(table):
     assert table_cells(table) == sorted(expected, key=lambda row: float(row[3].partition(" ")[0]), reverse=True)
 
 
-def best_tried(tried: str, one: Result) -> Result:
-    """The run of a variant and seed that learned most, of the rates that were given."""
+def best_tried(tried: str, one: Result) -> Result | None:
+    """The run of a variant and seed that learned most, of the rates that were given; None if none were."""
     given = [each for each in results_in(tried) if not each.measured_rates]
     others = [each for each in given if (each.variant, each.seed) == (one.variant, one.seed)]
-    return max(others, key=lambda each: fall(each, "addresses"))
+    return max(others, key=lambda each: fall(each, "addresses"), default=None)
 
 
 def test_table_of_measured_rates_is_what_the_results_say():
@@ -106,8 +106,9 @@ def test_table_of_measured_rates_is_what_the_results_say():
             rates = ", ".join(f"{rate:g}" for rate in one.measured_rates.values())
             changes = [f"{-fall(each, 'articles'):+.3f}" for each in (one, best)]
             second = "not run"
-            if (again := runs.get((variant, 1))) is not None:
-                second = f"{fall(again, 'addresses') / fall(best_tried(tried, again), 'addresses'):.0%}"
+            again = runs.get((variant, 1))
+            if again is not None and (best_again := best_tried(tried, again)) is not None:
+                second = f"{fall(again, 'addresses') / fall(best_again, 'addresses'):.0%}"
             cells = [variant, rates, f"{learned:.3f}", f"{known:.3f}", f"{learned / known:.0%}", second]
             rows.append([*cells, *changes])
         rows.sort(key=lambda row: int(row[4].strip("%")), reverse=True)
