@@ -165,6 +165,8 @@ def test_corpus_of_a_variant_is_read_by_its_own_column(room, planned):
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs" / "compare").glob("*.yaml"))
 assert RECIPES
+# Others have new parts of 8.9 M parameters, or as near as sizes come.
+DEFAULT_SIZES = "qwen2.5-coder-1.5b-instruct"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
@@ -184,7 +186,10 @@ def test_shipped_comparison_is_planned_on_its_base(recipe, room, tmp_path):
     assert [variant.name for variant in variants] == list(comparison.variants)
     for variant in variants:
         if variant.upscale is not None and not variant.name.endswith("-one-row"):
-            assert variant.trained_parameters == pytest.approx(8_900_000, rel=0.4), variant.name
+            if recipe.stem == DEFAULT_SIZES:
+                assert set(comparison.variants[variant.name].upscale) == {"method"}
+            else:
+                assert variant.trained_parameters == pytest.approx(8_900_000, rel=0.4), variant.name
 
 
 # Of papers' settings: every row is planned on its base, and a later file makes them small.
