@@ -157,9 +157,8 @@ def make_start(model: str, seed: int, work: Path) -> Path:
         are_divided = any(hasattr(module, "initial_scale") for module in start.modules())
         if not are_divided:
             for name, parameter in start.named_parameters():
-                if name.removesuffix(".weight").endswith(
-                    ("o_proj", "down_proj")
-                ):  # those of experts have no ".weight"
+                # Parameters of experts have no ".weight".
+                if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
                     parameter.mul_((2 * config.num_hidden_layers) ** -0.5)
         start.save_pretrained(folder)
         PreTrainedTokenizerFast.from_pretrained(work / "tokenizer").save_pretrained(folder)

@@ -101,14 +101,15 @@ def test_entries_fetch_blocks_by_their_topics(run, tmp_path):
     assert recipe["generic_share"] == 0
 
 
-@pytest.mark.parametrize("model", ["dense", "ultramem-v2"])
+@pytest.mark.parametrize("model", ["dense", "olmoe", "ultramem-v2"])
 def test_projections_into_the_stream_start_smaller_once(model, tmp_path):
     tokenizer = Tokenizer(WordLevel({"<|endoftext|>": 0}, unk_token="<|endoftext|>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "tokenizer")
     start = AutoModelForCausalLM.from_pretrained(make_start(model, 3, tmp_path))
     for layer in start.model.layers:
-        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            assert projection.weight.std().item() == pytest.approx(start.config.initializer_range / 4, rel=0.02)
+        down = layer.mlp.experts.down_proj if model == "olmoe" else layer.mlp.down_proj.weight
+        for projection in (layer.self_attn.o_proj.weight, down):
+            assert projection.std().item() == pytest.approx(start.config.initializer_range / 4, rel=0.02)
         assert layer.self_attn.q_proj.weight.std().item() == pytest.approx(start.config.initializer_range, rel=0.02)
 
 
