@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -91,31 +92,36 @@ def advance(run: Run, comparison: Comparison, models: Path, steps: list[int], in
 
 
 def table_rows(comparison: Comparison, results: Sequence[Result]) -> list[list[str]]:
-    """Return a heading and a row per result: variant, rate, what is learned after so many tokens, and the change of other text.
+    """Return a heading and a row per variant and rate: seeds, what is learned after so many tokens, and the change of other text.
 
-    Variants are in the order of the comparison, and a result that has not come as far as others has empty cells.
+    Variants are in the order of the comparison. Cells are means of the seeds that came so far; where none did, they are empty.
     """
     names = list(comparison.variants)
     tokens_per_step = results[0].tokens // results[0].curve[-1].step
     steps = sorted({point.step for result in results for point in result.curve} - {0})
     ends = sorted({steps[0], steps[-1]})
     tokens = {step: f"{step * tokens_per_step:,}" for step in steps}
-    rows = [
-        [
-            "one pass",
-            "rate",
-            *tokens.values(),
-            *(f"{', '.join(comparison.retention)}, {tokens[step]}" for step in ends),
-        ]
-    ]
+    other_text = ", ".join(comparison.retention)
+    rows = [["one pass", "rate", "seeds", *tokens.values(), *(f"{other_text}, {tokens[step]}" for step in ends)]]
+    by_rate: dict[tuple[str, float], list[Result]] = {}
     for result in sorted(results, key=lambda one: (names.index(one.variant), -list(one.rate.values())[-1], one.seed)):
-        learned, kept = (
-            {one.step: mean_loss(result.start.losses, texts) - mean_loss(one.losses, texts) for one in result.curve}
-            for texts in (list(comparison.domain), list(comparison.retention))
-        )
-        cells = [f"{learned[step]:.3f}" if step in learned else "" for step in steps]
-        cells += [f"{-kept[step]:+.3f}" if step in kept else "" for step in ends]
-        rows.append([result.variant, f"{list(result.rate.values())[-1]:g}", *cells])
+        by_rate.setdefault((result.variant, list(result.rate.values())[-1]), []).append(result)
+
+    def mean_fall(runs: Sequence[Result], texts: Sequence[str], step: int) -> float | None:
+        falls = [
+            mean_loss(run.start.losses, texts) - mean_loss(point.losses, texts)
+            for run in runs
+            for point in run.curve
+            if point.step == step
+        ]
+        return statistics.mean(falls) if falls else None
+
+    for (variant, rate), runs in by_rate.items():
+        learned = [mean_fall(runs, list(comparison.domain), step) for step in steps]
+        kept = [mean_fall(runs, list(comparison.retention), step) for step in ends]
+        cells = ["" if fall is None else f"{fall:.3f}" for fall in learned]
+        cells += ["" if fall is None else f"{-fall:+.3f}" for fall in kept]
+        rows.append([variant, f"{rate:g}", ", ".join(str(run.seed) for run in runs), *cells])
     return rows
 
 

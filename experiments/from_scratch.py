@@ -60,6 +60,7 @@ CLAIMS = (
     Claim("dense-twice", "dense", "nothing: twice the parameters", "what a larger model gives"),
     Claim("ultramem-v2", "olmoe", "total and active parameters", "as good as a mixture of experts"),
     Claim("ultramem-v2", "dense-564", "FLOPs", "better"),
+    Claim("ultramem-v2", "dense", "nothing: the same without the memory", "none: what the memory gives"),
     Claim("ultramem-v2", "ultramem-v2+one-row", "all but its rows", "none: its null control"),
     Claim("ultramem-v2", "ultramem-v2+random-slots", "all but addressing", "none: its null control"),
     Claim("moc-sequence", "dense-704", "FLOPs", "better: 2.79 for 2.86"),
@@ -67,6 +68,7 @@ CLAIMS = (
     Claim("moda", "dense-564", "FLOPs and parameters", "better; least with norms in front"),
     Claim("olmo2-moda", "olmo2-564", "FLOPs and parameters", "better"),
     Claim("engram", "dense-704", "parameters", "better"),
+    Claim("engram", "engram+random-slots", "all but addressing", "none: its null control"),
     Claim("hier-ffn-document-mask", "dense-564-document-mask", "FLOPs", "better"),
     Claim(
         "hier-ffn-document-mask",

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from midus_hf.anatomy.record import record_of
+from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.memories.hierarchical.training import BLOCKS_GROUP
 from midus_hf.memories.module import DeclaredModule
@@ -162,8 +163,7 @@ class _LineSearch:
     def _find_turn(self, relative: dict[str, float]) -> float | None:
         """Return the factor of these rates at which the loss turns, or None if no step lowers it."""
         rate = _FIRST_GAIN / sum(self._slopes[key] * factor for key, factor in relative.items())
-        tokens = sum(batch["input_ids"].numel() for batch in self._batches)
-        noise = _BFLOAT16_NOISE / math.sqrt(tokens) if self._trainer.args.bf16 else 0.0
+        noise = _BFLOAT16_NOISE / math.sqrt(_count_targets(self._batches)) if self._trainer.args.bf16 else 0.0
         gains: dict[float, float] = {}
         for _ in range(_MAX_RATES):
             for key, factor in relative.items():
@@ -207,6 +207,12 @@ class _Step:
     @torch.no_grad()
     def undo(self) -> None:
         self.parameter.copy_(self.saved)
+
+
+def _count_targets(batches: list[Any]) -> int:
+    """Return how many tokens of batches have a loss: in a conversation only those of answers may."""
+    labels = (batch.get("labels", batch["input_ids"]) for batch in batches)
+    return max(1, sum(int((targets[:, 1:] != IGNORED_LABEL).sum()) for targets in labels))
 
 
 def _share_of_rows(gradient: torch.Tensor) -> float:

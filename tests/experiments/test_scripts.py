@@ -1,5 +1,6 @@
 """The scripts of experiments on a tiny model: several texts in turn, and a training loop of one's own."""
 
+import dataclasses
 import json
 import random
 import re
@@ -143,11 +144,22 @@ def test_resumed_curve_measures_as_one_run(draw_curve, tmp_path, capsys, monkeyp
     monkeypatch.setattr(sys, "argv", ["curve", str(tmp_path / "curve.yaml"), "--picture", str(tmp_path / "curve.png")])
     curve.main()
     heading, _, *rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
-    assert heading == ["one pass", "rate", "64", "128", "192", "256", "stars, 64", "stars, 256"]
-    assert [row[:2] for row in rows] == [["full", "0.02"], ["full", "0.01"], ["midus-hml", "0.02"]]
+    assert heading == ["one pass", "rate", "seeds", "64", "128", "192", "256", "stars, 64", "stars, 256"]
+    assert [row[:3] for row in rows] == [["full", "0.02", "0"], ["full", "0.01", "0"], ["midus-hml", "0.02", "0"]]
     falls = [point.losses["plants"] for point in second["full/0.02/seed-0"].curve]
-    assert rows[0][2:6] == [f"{falls[0] - loss:.3f}" for loss in falls[1:]]
+    assert rows[0][3:7] == [f"{falls[0] - loss:.3f}" for loss in falls[1:]]
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curve_table_has_means_of_the_seeds_that_came_so_far(draw_curve, tmp_path):
+    results = draw_curve("runs", "--models", str(tmp_path / "models"), "--steps", "1", "--ends", "2")
+    one, other = results["full/0.02/seed-0"], results["full/0.01/seed-0"]
+    again = dataclasses.replace(other, rate=one.rate, seed=1, curve=other.curve[:2])
+    comparison = curve.options_from_files(curve.Comparison, [tmp_path / "curve.yaml"])
+    _, row = curve.table_rows(comparison, [one, again])
+    (start, *falls), (start_again, fall) = ([point.losses["plants"] for point in run.curve] for run in (one, again))
+    mean = (start - falls[0] + start_again - fall) / 2
+    assert row[:5] == ["full", "0.02", "0, 1", f"{mean:.3f}", f"{start - falls[1]:.3f}"]
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,27 @@ def test_rounding_of_bfloat16_is_no_turn(gains, expected, config_for, monkeypatc
         assert best / 4 < turns["value_learning_rate"] < best * 4
 
 
+def test_rounding_counts_only_tokens_that_are_learned(config_for, monkeypatch):
+    found = []
+    monkeypatch.setattr("midus_hf.training.rates.turning_point", lambda gains, noise: found.append(noise))
+
+    def noise(is_learned):
+        trainer = unmeasured_trainer(config_for(bf16=True))
+        collate = trainer.data_collator
+
+        def masked(rows):
+            batch = collate(rows)
+            places = torch.arange(batch["input_ids"].shape[1])
+            return {**batch, "labels": batch["input_ids"].masked_fill(~is_learned(places), -100)}
+
+        trainer.data_collator = masked
+        find_rates(trainer, trains_new=True)
+        return found.pop()
+
+    # Nothing is learned at the first place of a sequence.
+    assert noise(lambda place: place == 1) == pytest.approx(2 * noise(lambda place: place < 5))
+
+
 @pytest.mark.parametrize("method", ["midus-hml", "engram", "moc", "ultramem-v2", "llama-pro"])
 def test_rates_of_a_bfloat16_model_are_measured_as_it_trains(method, config_for, upscaled, tmp_path):
     model = shutil.copytree(upscaled("llama", method), tmp_path / "bfloat16")
