@@ -12,7 +12,7 @@ divided by the root of 2 L, for L layers, as in UltraMemV2's recipe (arXiv:2508.
 a config's:
 
 - `-document-mask`: tokens attend within their entries. A model that fetches blocks by topic reads sequences of one topic, which would
-  help it otherwise. Nothing is divided in these.
+  help it otherwise.
 - `+one-row`, `+random-slots`: a null control of the config's memory.
 """
 
@@ -35,7 +35,9 @@ from material.dictionaries import gcide
 from material.minilm import minilm
 from midus_hf.compare.run import code_version
 from midus_hf.look.page import as_png, new_figure
+from midus_hf.memories.bank import banks_of
 from midus_hf.memories.registry import memory_type
+from midus_hf.models.host import MemoryConfig
 from midus_hf.topics.tree import RECORD_FILE
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "scratch"
@@ -163,6 +165,9 @@ def make_start(model: str, seed: int, work: Path) -> Path:
                 if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
                     parameter.mul_((2 * config.num_hidden_layers) ** -0.5)
         start.save_pretrained(folder)
+        if isinstance(config, MemoryConfig):
+            for bank in banks_of(config.memories()).values():
+                bank.create(folder, "float32", seed)
         PreTrainedTokenizerFast.from_pretrained(work / "tokenizer").save_pretrained(folder)
     return folder
 
@@ -179,11 +184,10 @@ def train(model: str, seed: int, work: Path, keys: Sequence[str]) -> Result:
     texts = gcide()
     output = work / f"{model}-{seed}"
     config = config_of(model)
-    words = [str(CONFIGS / "train.yaml"), "--seed", str(seed), "--output_dir", str(output)]
+    words = [str(CONFIGS / "train.yaml"), "--model_name_or_path", str(make_start(model, seed, work))]
+    words += ["--seed", str(seed), "--output_dir", str(output)]
     if model.endswith(_DOCUMENT_MASK):
-        words += ["--config_name", str(config), "--tokenizer_name", str(work / "tokenizer"), "--document_mask", "true"]
-    else:
-        words += ["--model_name_or_path", str(make_start(model, seed, work))]
+        words += ["--document_mask", "true"]
     if config.stem == "hier-ffn":
         texts = assign_topics(work, texts, config)
         words += ["--path_column", "memory_ids", "--generic_share", "0"]

@@ -93,6 +93,11 @@ def test_a_result_has_the_losses_on_the_way(run, tmp_path, capsys):
 def test_entries_fetch_blocks_by_their_topics(run, tmp_path):
     run("hier-ffn-document-mask")
     (result,) = read_results(tmp_path / "results")["hier-ffn-document-mask"]
+    start, trained = (tmp_path / "work" / f"hier-ffn-document-mask-3{end}" for end in ("-start", ""))
+    blocks = [
+        (folder / "memory_bank" / "hier-ffn" / "level-1.safetensors").read_bytes() for folder in (start, trained)
+    ]
+    assert blocks[0] != blocks[1], "blocks are trained"
     assert len(result.held_out) == 4
     rows = [json.loads(line) for line in (tmp_path / "work" / "assigned" / "held_out.jsonl").open()]
     assert len({tuple(row["memory_ids"]) for row in rows}) > 1
