@@ -235,19 +235,38 @@ def table_rows(results: dict[str, list[Result]]) -> list[list[str]]:
     return rows
 
 
+def panel_of(model: str) -> str:
+    """Return the title of the panel in which a model is drawn: only models that can be compared stand side by side."""
+    if model.endswith(_DOCUMENT_MASK):
+        return "tokens attend within entries"
+    return "norms behind (OLMo 2)" if model.startswith("olmo2") else "norms in front (Llama)"
+
+
 def draw(results: dict[str, list[Result]]) -> bytes:
     """Return a picture of held-out loss against trained tokens, as PNG: for each model but controls, the mean of its seeds."""
-    figure = new_figure(8.0, 5.0)
-    axes = figure.subplots()
-    for number, name in enumerate(name for name in models_of(CLAIMS) if name in results and "+" not in name):
-        runs = results[name]
-        losses = [statistics.mean(each) for each in zip(*(run.held_out for run in runs), strict=True)]
-        millions = [tokens / 1e6 for tokens in runs[0].tokens]
-        style = "--" if name.startswith(("dense", "olmo2-5")) else "-"
-        axes.plot(millions, losses, color=f"C{number}", linestyle=style, marker=".", label=name)
-    axes.set(xlabel="million tokens", ylabel="held-out loss, nats per token")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=9, frameon=False)
+    panels: dict[str, list[str]] = {}
+    for name in models_of(CLAIMS):
+        if name in results and "+" not in name:
+            panels.setdefault(panel_of(name), []).append(name)
+    figure = new_figure(4.0 * len(panels), 5.0)
+    for axes, (title, names) in zip(
+        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
+    ):
+        dense = [name for name in names if name.startswith(("dense", "olmo2-5"))]
+        others = [name for name in names if name not in dense]
+        for name in names:
+            runs = results[name]
+            losses = [statistics.mean(each) for each in zip(*(run.held_out for run in runs), strict=True)]
+            millions = [tokens / 1e6 for tokens in runs[0].tokens]
+            grey = str(0.7 * dense.index(name) / len(dense)) if name in dense else None
+            color = grey or f"C{others.index(name)}"
+            style = "--" if name in dense else "-"
+            axes.plot(millions, losses, color=color, linestyle=style, marker=".", label=name)
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.set(xlabel="million tokens")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, frameon=False)
+    figure.axes[0].set_ylabel("held-out loss, nats per token")
     return as_png(figure)
 
 

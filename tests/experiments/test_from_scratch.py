@@ -137,6 +137,15 @@ def test_a_row_needs_both_models_with_a_seed():
     assert row[-3:] == ["4.000", "4.100", "-0.100"]
 
 
+def test_only_models_that_can_be_compared_are_drawn_together(monkeypatch):
+    figures = []
+    monkeypatch.setattr(from_scratch, "as_png", figures.append)
+    models = ["dense-564", "moda", "ultramem-v2+one-row", "olmo2-moda", "hier-ffn-document-mask"]
+    from_scratch.draw({model: [result(model, 0, 4.0)] for model in models})
+    panels = [[line.get_label() for line in axes.get_lines()] for axes in figures[0].axes]
+    assert panels == [["dense-564", "moda"], ["olmo2-moda"], ["hier-ffn-document-mask"]]
+
+
 def test_page_has_the_table_of_the_results():
     page = (CONFIGS.parent.parent / "experiments" / "learning.md").read_text()
     for row in table_rows(read_results(RESULTS)):
