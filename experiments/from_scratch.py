@@ -249,9 +249,8 @@ def draw(results: dict[str, list[Result]]) -> bytes:
         if name in results and "+" not in name:
             panels.setdefault(panel_of(name), []).append(name)
     figure = new_figure(4.0 * len(panels), 5.0)
-    for axes, (title, names) in zip(
-        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
-    ):
+    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, names) in zip(row, panels.items(), strict=True):
         dense = [name for name in names if name.startswith(("dense", "olmo2-5"))]
         others = [name for name in names if name not in dense]
         for name in names:
