@@ -1,4 +1,4 @@
-"""Train small models from the beginning on the same text in the same order, and measure them on held-out headwords.
+"""Train small models from the beginning on the same text, and measure them on held-out headwords.
 
     python -m experiments.from_scratch --work outputs/scratch
     python -m experiments.from_scratch --work outputs/scratch --only dense moda dense-564 --seeds 0 1
@@ -12,7 +12,7 @@ divided by the root of 2 L, for L layers, as in UltraMemV2's recipe (arXiv:2508.
 a config's:
 
 - `-document-mask`: tokens attend within their entries. A model that fetches blocks by topic reads sequences of one topic, which would
-  help it otherwise.
+  help it otherwise. Its sequences are other ones than those that all others read in the same order.
 - `+one-row`, `+random-slots`: a null control of the config's memory.
 """
 
@@ -60,23 +60,29 @@ class Claim:
 # In the order of the runs.
 CLAIMS = (
     Claim("dense-twice", "dense", "nothing: twice the parameters", "what a larger model gives"),
-    Claim("ultramem-v2", "olmoe", "total and active parameters", "as good as a mixture of experts"),
-    Claim("ultramem-v2", "dense-564", "FLOPs", "better"),
-    Claim("ultramem-v2", "dense", "nothing: the same without the memory", "none: what the memory gives"),
-    Claim("ultramem-v2", "ultramem-v2+one-row", "all but its rows", "none: its null control"),
-    Claim("ultramem-v2", "ultramem-v2+random-slots", "all but addressing", "none: its null control"),
+    Claim("ultramem-v2", "olmoe", "total and active parameters", "as good, after a slow start"),
+    Claim("ultramem-v2", "dense-564", "FLOPs", "nothing"),
+    Claim("ultramem-v2", "dense", "nothing: the same without the memory", "nothing"),
+    Claim("ultramem-v2", "ultramem-v2+one-row", "all but its rows", "nothing: a null control"),
+    Claim("ultramem-v2", "ultramem-v2+random-slots", "all but addressing", "nothing: a null control"),
     Claim("moc-sequence", "dense-704", "FLOPs", "better: 2.79 for 2.86"),
-    Claim("moc-chunk", "dense-1024", "FLOPs", "none: chunks are ours"),
-    Claim("moda", "dense-564", "FLOPs and parameters", "better; least with norms in front"),
-    Claim("olmo2-moda", "olmo2-564", "FLOPs and parameters", "better"),
-    Claim("engram", "dense-704", "parameters", "better"),
-    Claim("engram", "engram+random-slots", "all but addressing", "none: its null control"),
-    Claim("hier-ffn-document-mask", "dense-564-document-mask", "FLOPs", "better"),
+    Claim("moc-sequence", "dense", "nothing: the same without the memory", "better: 2.79 for 2.92"),
+    Claim("moc-chunk", "dense-1024", "FLOPs", "nothing: chunks are ours"),
+    Claim("moda", "dense-564", "FLOPs and parameters", "better, by least with norms in front"),
+    Claim("olmo2-moda", "olmo2-564", "FLOPs and parameters", "better: ln 18.21 for ln 18.31, 0.005"),
+    Claim("engram", "dense-704", "parameters", "better than mixtures of experts"),
+    Claim("engram", "engram+random-slots", "all but addressing", "nothing: a null control"),
+    Claim(
+        "hier-ffn-document-mask",
+        "dense-564-document-mask",
+        "FLOPs",
+        "better than a generic memory: ln 15.6 for ln 17.8, 0.13",
+    ),
     Claim(
         "hier-ffn-document-mask",
         "dense-twice-document-mask",
         "nothing: half of it, and a bank",
-        "as good as twice the size",
+        "as good as 2.6 times the size, from a trained model",
     ),
 )
 
