@@ -12,7 +12,7 @@ divided by the root of 2 L, for L layers, as in UltraMemV2's recipe (arXiv:2508.
 a config's:
 
 - `-document-mask`: tokens attend within their entries. A model that fetches blocks by topic reads sequences of one topic, which would
-  help it otherwise. Its sequences are other ones than those that all others read in the same order.
+  help it otherwise. All other models read the same sequences in the same order.
 - `+one-row`, `+random-slots`: a null control of the config's memory.
 """
 
